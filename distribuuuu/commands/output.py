@@ -18,6 +18,8 @@ from distribuuuu.launch.signals import STATUS_OF
 # Values of --format, and the columns of a text.
 FORMATS = ("text", "json")
 WIDTH = 80
+# Exit status of a command if images are broken.
+BROKEN_IMAGES = 3
 
 
 def check_out(flag: str, out: str | os.PathLike) -> None:

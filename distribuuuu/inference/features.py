@@ -100,9 +100,8 @@ def iter_features(
         for span, causes, wait in one_behind(started, run.device):
             features, is_finite, predicted = wait()
             if not is_finite:
-                raise ConfigError(
-                    f"RUN: {run.source} has features or scores that are not finite; fix: name another checkpoint"
-                )
+                reason = "features or scores that are not finite; fix: name another checkpoint"
+                raise ConfigError(f"RUN: {run.source} has {reason}")
             yield span, features, predicted, causes
     finally:
         for hook in hooks:

@@ -210,6 +210,7 @@ class LoadedRun:
         sizes = f"images resized to {show_size(crop.resize_to)} px, cropped to {show_size(crop.size)} px"
         sizes = sizes if isinstance(crop, CenterCrop) else f"images: {crop}"
         sizes += "".join(f"; {note}" for _, note in self.cfg.notes if f": {AUTO}, " in note)  # see engine/fast_mode.py
+        sizes += f"; calibrated, temperature {self.temperature:.3g}" if self.calibration else ""
         return f"model: {self.cfg.MODEL.ARCH}, {counted(len(self.classes), 'class')}; {self.source}{kind}; {sizes}"
 
     def predict(
@@ -289,7 +290,7 @@ class LoadedRun:
         """
         with inference(self.model), explaining_out_of_memory(self.cfg.MODEL.ARCH):
             scores = self.task.predict_step(self.model, images)
-            return scores if self.temperature == 1 else scores / self.temperature
+            return scores if self.temperature == 1 else scores.float() / self.temperature
 
     @property
     def temperature(self) -> float:

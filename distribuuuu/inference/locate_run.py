@@ -38,10 +38,8 @@ class RunFiles(NamedTuple):
         """The config file of the run; ConfigError if there is none."""
         path = self.folder / get_cfg().CFG_DEST if self.folder else None
         if path is None or not path.is_file():
-            what = f"no {get_cfg().CFG_DEST} in or above {self.name}"
-            raise ConfigError(
-                f"RUN: {what}; expected the OUT_DIR of a run, a checkpoint below it, or an exported folder"
-            )
+            what = f"RUN: no {get_cfg().CFG_DEST} in or above {self.name}"
+            raise ConfigError(f"{what}; expected the OUT_DIR of a run, a checkpoint below it, or an exported folder")
         return FoundConfig(path)
 
 
@@ -52,7 +50,7 @@ def locate_run(run: str | os.PathLike) -> RunFiles:
         ConfigError: there is no such file or folder, or it is another kind of folder.
     """
     name = local_run(run)
-    path = Path(name).expanduser()
+    path = Path(name.removeprefix("local-dir:")).expanduser()
     if path.is_file() and not find_card(path):
         above = path.absolute().parents[:2]  # a relative path need not name the folders above it
         return RunFiles(name, next((up for up in above if (up / get_cfg().CFG_DEST).is_file()), None), path)

@@ -20,6 +20,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.reader import COMMAND_LINE, list_files
 from distribuuuu.files.untrusted import printable
 from distribuuuu.hints.sources import missing_root
+from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.launch.host import count_cores
 
 # Files or groups of a finding, and rows of the table of classes, that the text shows.
@@ -38,6 +39,8 @@ nothing. Exit status: 0 clean (notes at most), 2 problems.
 def doctor(prog: str, args: list[str]) -> int:
     """Check a data set and print the report; return the exit status."""
     flags, folder, cfg = parse_args(prog, args)
+    if flags.model:
+        locate_run(flags.model)
     if flags.statistics:
         from distribuuuu.commands.doctor.findings import format_statistics
 
@@ -128,7 +131,8 @@ def format_text(report: dict[str, Any], root: Path | None) -> str:
     for finding in report["findings"]:
         lines += ["", *_wrap(f"{finding['severity'].upper()} {finding['kind']}: {finding['message']}")]
         shown = [_group_lines(group, root) for group in finding["groups"]]
-        shown = shown or [_file_lines(file, finding["reasons"], root) for file in finding["files"]]
+        reasons = {file: _wrap(f"    {reason}", "    ") for file, reason in finding["reasons"].items()}
+        shown = shown or [[_relative(file, root), *reasons.get(file, ())] for file in finding["files"]]
         lines += [f"    {line}" for item in shown[:MAX_SHOWN] for line in item]
         if len(shown) > MAX_SHOWN:
             lines.append(f"    and {len(shown) - MAX_SHOWN} more; --format json lists all")
@@ -155,10 +159,6 @@ def _class_table(splits: dict[str, Any]) -> list[str]:
         lines.append([textwrap.shorten(printable(label), 40, placeholder="..."), *cells])
     lines.append(["images", *(f"{split['images']:,}" for split in splits.values())])
     return align_columns(lines, "<" + ">" * len(splits))
-
-
-def _file_lines(file: str, reasons: dict[str, str], root: Path | None) -> list[str]:
-    return [_relative(file, root), *(_wrap(f"    {reasons[file]}", "    ") if file in reasons else ())]
 
 
 def _group_lines(group: dict[str, Any], root: Path | None) -> list[str]:

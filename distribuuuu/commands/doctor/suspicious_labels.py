@@ -33,7 +33,7 @@ def find_suspicious_labels(model: str, splits: Mapping[str, ImageDataset], worke
             labels += [classes.index(images.classes[int(images.label(index))]) for index in kept]
             indices += [first + index for index in kept]
         first += len(images)
-    ranked = rank_suspicious(torch.cat(parts), torch.tensor(labels), len(classes))
+    ranked = rank_suspicious(torch.cat(parts), torch.tensor(labels), len(classes)) if labels else []
     return {indices[place]: f"label {classes[labels[place]]}; features: {classes[other]} ({probability:.0%})"
             for place, other, probability in ranked}  # fmt: skip
 

@@ -1,5 +1,6 @@
 """The command `export`: write a trained model to a folder for other programs, and check it."""
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ def export(prog: str, args: list[str]) -> int:
         shutil.rmtree(temporary_folder(out), ignore_errors=True)
         exit_now(signum)
 
-    with handled_by(stop):
+    with handled_by(stop) if prog else contextlib.nullcontext():  # a program has handlers of its own
         run = replace(find_run(flags.run, flags.cfg, flags.overrides), given_device=CPU)
         record = export_run(run, flags.to, out, flags.check_images, files, flags.precision)
     print(describe(record, out))

@@ -20,7 +20,6 @@ from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.options import option_of
 from distribuuuu.data.crops import EvalCrop
-from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.files.atomic_file import new_folder
 from distribuuuu.inference.calibration import write_calibration
 from distribuuuu.inference.forward_chunks import UnlabeledImages
@@ -85,8 +84,14 @@ def export_run(
     check_format(run, to)
     target, file = Path(out).expanduser(), FILES[to]
     threshold = None if precision is None else run.find_threshold(precision)
-    images = _open_check_images(run) if files is None else UnlabeledImages(files)
-    _prepare_model(run)
+    try:
+        images = open_images(run.cfg, train=False) if files is None else UnlabeledImages(files)
+    except ConfigError as error:
+        fix = "set TEST.DATASET FOLDER, or check it on other images by --images FOLDER, or add --no-check"
+        raise ConfigError([*error.problems, f"the check of an export needs the evaluation set; fix: {fix}"]) from error
+    run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
+    if name := find_nonfinite({run.weights: run.model.state_dict()}):
+        raise ConfigError(f"RUN: {run.source}: {name} is not finite; fix: name another checkpoint")
     checked: dict[str, Any] = {"verified": None, "images": 0}
     try:
         with new_folder(target) as folder, torch.inference_mode():
@@ -107,21 +112,6 @@ def export_run(
     except OSError as error:
         raise ConfigError(f"--out: {target} cannot be written: {error.strerror or error}; nothing is left") from error
     return record
-
-
-def _prepare_model(run: LoadedRun) -> None:
-    """Bring the model into the form that is written: float32, on the CPU; ConfigError: a weight is not finite."""
-    run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
-    if name := find_nonfinite({run.weights: run.model.state_dict()}):
-        raise ConfigError(f"RUN: {run.source}: {name} is not finite; fix: name another checkpoint")
-
-
-def _open_check_images(run: LoadedRun) -> ImageDataset:
-    try:
-        return open_images(run.cfg, train=False)
-    except ConfigError as error:
-        fix = "set TEST.DATASET FOLDER, or check it on other images by --images FOLDER, or add --no-check"
-        raise ConfigError([*error.problems, f"the check of an export needs the evaluation set; fix: {fix}"]) from error
 
 
 def check_format(run: LoadedRun, to: str) -> None:
@@ -171,7 +161,8 @@ def write_safetensors(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> No
     (folder / _SAFETENSORS).write_bytes(save(tensors, {"format": "pt"}))
     # Of paths, which are those of this machine, only the last part.
     options = {
-        key: Path(value).name if value and option_of(key).path else value for key, value in iter_options(run.cfg)
+        key: Path(value).absolute().name if value and option_of(key).path else value
+        for key, value in iter_options(run.cfg)
     }
     options["PLUGINS"] = [os.path.basename(entry) for entry in run.cfg.PLUGINS]
     own = {"classes": list(run.classes), "config": options, "weights": run.weights, "deployed": True}
@@ -206,6 +197,8 @@ def write_timm(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:
         save_for_hf(model, str(folder), model_config=extra, model_args=model_args, safe_serialization=True)
     except SafetensorError as error:
         raise OSError(str(error)) from error
+    if run.calibration:
+        write_calibration(folder, run.calibration, model.state_dict())
 
 
 def find_timm_model(run: LoadedRun) -> ModelSpec:

@@ -37,9 +37,8 @@ _MAX_CLASSES = 100
 @functools.cache
 def _template(name: str) -> jinja2.Template:
     loader, undefined = jinja2.FileSystemLoader(Path(__file__).with_name("templates")), jinja2.StrictUndefined
-    return jinja2.Environment(loader=loader, undefined=undefined, trim_blocks=True, lstrip_blocks=True).get_template(
-        name
-    )
+    environment = jinja2.Environment(loader=loader, undefined=undefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(name)
 
 
 def render_code(run: LoadedRun, to: str, threshold: float | None = None, has_paths: bool = False) -> str:

@@ -107,20 +107,14 @@ def build_onnx(model: CropClassifier, transform: EvalTransform, metadata: Mappin
     versions = {entry.domain: entry.version for entry in merged.opset_import}
     del merged.opset_import[:]  # `merge_models` repeats equal ones, which onnxruntime's quantization refuses
     merged.opset_import.extend(onnx.helper.make_opsetid(*pair) for pair in versions.items())
-    onnx.helper.set_model_props(
-        merged, {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
-    )
-    _drop_unused_initializers(merged)
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
+    onnx.helper.set_model_props(merged, texts)
+    read = {name for node in merged.graph.node for name in node.input}
+    kept = [tensor for tensor in merged.graph.initializer if tensor.name in read]  # onnxruntime warns about others
+    del merged.graph.initializer[:]
+    merged.graph.initializer.extend(kept)
     onnx.checker.check_model(merged)
     return merged
-
-
-def _drop_unused_initializers(model: "ModelProto") -> None:
-    """Remove the constants that no node reads, about each of which onnxruntime would warn."""
-    read = {name for node in model.graph.node for name in node.input}
-    kept = [tensor for tensor in model.graph.initializer if tensor.name in read]
-    del model.graph.initializer[:]
-    model.graph.initializer.extend(kept)
 
 
 def _export_classifier(model: CropClassifier, transform: EvalTransform) -> "ModelProto":

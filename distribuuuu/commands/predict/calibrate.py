@@ -1,5 +1,6 @@
 """The command calibrate: fit the confidence of a trained model to validation images."""
 
+import os
 from dataclasses import replace
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least
@@ -35,8 +36,8 @@ def calibrate(prog: str, args: list[str]) -> int:
 
     run = replace(find_run(flags.run, None, flags.overrides), calibration=None)
     run.check_classifier()
-    if run.folder is None or run.state_dict is None:
-        raise ConfigError(f"RUN: got {flags.run}; expected the OUT_DIR of a run or an exported folder")
+    if run.folder is None or run.state_dict is None or not os.access(run.folder, os.W_OK):
+        raise ConfigError(f"RUN: got {flags.run}; expected the OUT_DIR of a run or an exported folder, to write to")
     if run.cfg.TEST.SPLIT.lower() in _TEST_SPLITS:
         reason = "a model that was calibrated by its test images is not tested by them"
         raise ConfigError(f"TEST.SPLIT: got {run.cfg.TEST.SPLIT}: {reason}; fix: TEST.SPLIT val")
@@ -55,12 +56,15 @@ def calibrate(prog: str, args: list[str]) -> int:
         parts.append(run.compute_scores(pixels).float().cpu()[[index - span.start for index in own]])
         kept += own
     logits, labels = torch.cat(parts), torch.tensor([int(images.label(index)) for index in kept])
+    if not kept:
+        raise ConfigError(f"TEST.DATASET: none of {counted(len(images), 'image')} can be read; fix: distribuuuu doctor")
     if not logits.isfinite().all():
         raise ConfigError(f"RUN: {run.source} has scores that are not finite; fix: name another checkpoint")
     found = fit_calibration(logits, labels, images.digest)
     write_calibration(run.folder, found, run.state_dict)
     errors = [calibration_error(logits / temperature, labels) for temperature in (1.0, found.temperature)]
     by = f"temperature {found.temperature:.3f} by {counted(len(kept), 'validation image')}"
+    by += f" ({len(images) - len(kept):,} broken ones left out)" if len(kept) < len(images) else ""
     changed = f"calibration error {100 * errors[0]:.2f} % before, {100 * errors[1]:.2f} % after"
     print_report(f"{run.folder / 'calibration.json'}: {by}; {changed}")
     return 0

@@ -5,15 +5,12 @@ import sys
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least
-from distribuuuu.commands.output import stop_with
+from distribuuuu.commands.output import BROKEN_IMAGES, stop_with
 from distribuuuu.config.run_files import RUN_KINDS
 from distribuuuu.files.untrusted import printable
 from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.launch.host import count_cores, tune_malloc
 from distribuuuu.launch.signals import handled_by
-
-# Exit status if images are broken.
-BROKEN_IMAGES = 3
 
 _DESCRIPTION = """Predict the classes of images with a trained model. RUN is the OUT_DIR of a run,
 a checkpoint, an exported folder, or the name of published weights (timm/NAME).

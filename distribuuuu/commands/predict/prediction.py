@@ -36,7 +36,7 @@ def predict_files(job: Namespace) -> int:
     header, threshold = ["path", *columns], None if job.precision is None else run.find_threshold(job.precision)
     if threshold is not None:
         header.insert(1, "answer")
-        print(f"answers have a probability above {threshold:.4f}", file=sys.stderr)
+        print(f"answers have a probability above {threshold:.6g}", file=sys.stderr)
     out = Journal(job.out, run.hash_job(job.files, *selection, threshold)) if job.out else None
     num_done, num_broken = (out.num_chunks, len(out.broken)) if out else (0, 0)
     if not out:

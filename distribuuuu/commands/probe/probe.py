@@ -41,12 +41,12 @@ def probe(prog: str, args: list[str]) -> int:
     check_out_file(out)
     result = probe_run(run)
     text = json.dumps(result, indent=1) + "\n"
-    write_page(out, text)
     counts = "{features:,} features per image; {num_train:,} training and {num_test:,} evaluation images"
     lines = [counts.format(**result)]
     for name, (low, high) in result["interval"].items():
         lines.append(f"{name:<12}  top-1 {result['top1'][name]:6.2f}   95 % interval {low:.2f} to {high:.2f}")
     print_report(text.rstrip() if flags.format == "json" else "\n".join(lines))
+    write_page(out, text)
     return 0
 
 

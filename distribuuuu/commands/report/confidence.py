@@ -31,7 +31,7 @@ def list_confidence(content: Predictions, calibration: Calibration | None, preci
     mistakes = np.cumsum(~content.correct[np.argsort(-content.confidence, kind="stable")])
     found |= {"coverage": (counts / len(content)).tolist(), "risk": (mistakes[counts - 1] / counts).tolist()}
     if calibration is None:
-        return {**found, "note": "not calibrated; fix: distribuuuu calibrate RUN"}
+        return {**found, "note": "none of these weights; fix: distribuuuu calibrate RUN, then distribuuuu test RUN"}
     same = calibration.digest and calibration.digest == content.meta.get("digest")
     by = f"these {calibration.images:,} images" if same else f"{calibration.images:,} other images"
     found["note"] = f"temperature {content.temperature:.3f}, by {by}"
@@ -53,7 +53,7 @@ def describe_confidence(found: dict[str, Any]) -> PageSection:
     if found["threshold"] is not None:
         name, detail = f"--precision {found['precision']:g}", f"answered, {percent(found['right_of_answered'])} right"
         tiles.append((name, percent(found["answered"]), detail))
-        marks.append(Mark(found["answered"], f"{name}: a probability above {found['threshold']:.4f}"))
+        marks.append(Mark(found["answered"], f"{name}: a probability above {found['threshold']:.6g}"))
     curve = Series("mistakes", found["coverage"], [100 * value for value in found["risk"]])
     chart = line_chart("Mistakes in % of the answers", [curve], "share of the images that are answered", marks=marks)
     note = html.paragraph(f"Calibration: {found['note']}.", "note")

@@ -33,11 +33,12 @@ def find_nearest(folder: Path, content: Predictions, indices: list[int]) -> dict
     with open_regular(path) as file, untrusted(path, "features"), zipfile.ZipFile(file) as archive:
         arrays = read_arrays(archive, ("path", "label", "features"))
         names, labels, rows = arrays["path"].tolist(), arrays["label"].tolist(), arrays["features"]
-        if rows.shape[:1] != (len(names),) or len(labels) != len(names) or rows.ndim != 2 or rows.dtype.kind != "f":
+        is_text = arrays["path"].dtype.kind == arrays["label"].dtype.kind == "U"
+        if not is_text or len(labels) != len(names) or rows.shape[:-1] != (len(names),) or rows.dtype.kind != "f":
             raise ValueError("its arrays do not fit together")
+        where = {os.path.realpath(name): row for row, name in enumerate(names)}
     rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
     root = content.meta.get("folder") or ""
-    where = {os.path.realpath(name): row for row, name in enumerate(names)}
     evaluated = [where.get(os.path.realpath(os.path.join(root, name))) for name in content.path.tolist()]
     is_other = np.ones(len(rows), bool)
     is_other[[row for row in evaluated if row is not None]] = False
@@ -60,9 +61,11 @@ def draw_attention(run: LoadedRun, crop: Tensor, pixels: np.ndarray, target: int
     except ImportError as error:
         raise ConfigError("captum is not installed; fix: pip install 'distribuuuu[explain]'") from error
     images = crop[None].to(run.device)
-    calls, _ = call_layers(run.model, images, [layer for layer in run.model.modules() if not any(layer.children())])
-    layers = [layer for layer, output in calls[-_MAX_HEAD:]
-              if isinstance(output, Tensor) and output.ndim == 4 and min(output.shape[2:]) > 1]  # fmt: skip
+    calls, out = call_layers(run.model, images, [layer for layer in run.model.modules() if not any(layer.children())])
+    if int(out.argmax()) != target:
+        raise ConfigError("the best weights answer otherwise; fix: distribuuuu test RUN")
+    layers = [layer for layer, output in calls[-_MAX_HEAD:] if isinstance(output, Tensor) and output.ndim == 4
+              and min(output.shape[2:]) > 1 and output.shape[1] >= output.shape[3]]  # fmt: skip
     if not layers:
         return []
     found = LayerGradCam(run.model, layers[-1]).attribute(images, target=target, relu_attributions=True)

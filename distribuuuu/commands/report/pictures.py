@@ -4,7 +4,7 @@ import base64
 import contextlib
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,10 @@ def find_reader(content: Predictions, cfg) -> Any:
     return images.read
 
 
-def image_folder(content: Predictions) -> str:
-    """Return the only folder of which files are shown: it holds all images of the run; links are followed."""
-    return str(content.meta.get("images") or content.meta.get("folder") or "")
+def image_folder(content: Predictions, nearest: Collection[str] = ()) -> str:
+    """Return the only folder of which files are shown: it holds all images and `nearest` ones; links are followed."""
+    own = str(content.meta.get("images") or content.meta.get("folder") or "")
+    return os.path.commonpath([os.path.realpath(path) for path in (own, *nearest)]) if own and nearest else own
 
 
 def _read_within(path: str, folder: str) -> bytearray:
@@ -71,6 +72,7 @@ def make_pictures(
         read = find_reader(content, run.cfg)
     except (ConfigError, OSError, ImportError) as error:
         return pictures, [f"No thumbnails: {' '.join(str(error).split())}"]
+    folder = image_folder(content, [path for paths in mistakes.values() for path in paths])
     for index, nearest in mistakes.items():
         name = str(content.path[index])
         try:
@@ -84,7 +86,7 @@ def make_pictures(
         except Exception as error:  # captum is missing, or cannot differentiate the model
             notes = [f"Where the model looked is not shown: {error}"]
         with contextlib.suppress(Exception):  # the names of the nearest images are in the text
-            strip += [_show(run.transform(_read_within(path, image_folder(content))), run) for path in nearest]
+            strip += [_show(run.transform(_read_within(path, folder)), run) for path in nearest]
         pictures[name] = to_uri(np.concatenate(strip, axis=1), len(strip))
     if failed:
         where = f"moved or changed since in {content.meta.get('folder') or 'the data set'}, or outside of it"

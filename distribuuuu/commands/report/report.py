@@ -5,6 +5,7 @@ from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import check_out_file, print_report
+from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import local_run
 from distribuuuu.inference.locate_run import locate_run
 
@@ -22,6 +23,8 @@ def report(prog: str, args: list[str]) -> int:
     """Read the command line, then write the report."""
     flags = build_parser(prog).parse_args(args)
     locate_run(flags.run)
+    if not 0 < flags.precision < 1:
+        raise ConfigError(f"--precision: got {flags.precision:g}; expected a value above 0 and below 1")
     flags.run = local_run(flags.run)
     out = Path(flags.out).expanduser() if flags.out else Path(flags.run) / f"report.{flags.format}"
     if flags.out:

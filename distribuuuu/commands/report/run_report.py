@@ -235,7 +235,7 @@ def _describe_confusions(found: dict[str, Any]) -> PageSection:
 def _describe_provenance(run: RunFiles) -> PageSection:
     """Return the section on the config and the origin of the run."""
     facts = run.facts or run.history.results
-    data = facts.get("data", {})
+    data, mistakes = facts.get("data", {}), run.figures["mistakes"]
     entries = {
         "folder": run.out_dir.resolve(),
         "config": facts.get("config"),
@@ -245,7 +245,7 @@ def _describe_provenance(run: RunFiles) -> PageSection:
             for part in (run.tuned.name if run.tuned else data.get("name"), run.content.meta.get("folder"))
             if part
         ),
-        "pictures from": image_folder(run.content),
+        "pictures from": image_folder(run.content, [one[0] for each in mistakes for one in each.get("nearest", ())]),
         **{name: facts.get(name) for name in ("seed", "weights", "commit", "hardware")},
     }
     known = {name: value for name, value in entries.items() if value not in (None, "")}

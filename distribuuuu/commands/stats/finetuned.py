@@ -48,9 +48,7 @@ def read_finetuned(folder: Path | None) -> FineTuned | None:
     try:
         content = load_json(folder / DECISIONS)
         data, test, share = content["data"], content["test"], float(content["choice"]["share"])
-        sizes = [
-            f"{len(data['parts'][part]):,} {name}" for part, name in (("train", "training"), ("val", "validation"))
-        ]
+        sizes = [f"{len(data['parts'][key]):,} {name}" for key, name in (("train", "training"), ("val", "validation"))]
         name, top1 = printable(str(data.get("name") or folder.resolve().name)), float(test["top1"])
         images = f"{', '.join(sizes)} and {counted(int(test['count']), 'test image')}"
         kept = {0.0: "probe", 1.0: "fine-tuned"}.get(share, f"interpolation with {share:.0%} of the fine-tuned weights")

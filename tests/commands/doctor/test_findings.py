@@ -59,9 +59,8 @@ def test_damaged_images_are_named_with_the_reason(root):
     (root / "val/bee/text.jpg").write_text("hello")
     Image.new("RGB", (90, 80)).save(root / "val/ant/big.png")
     found = kinds(check(root, DecodeOptions(max_pixels=4000)))
-    assert sorted(names(found["broken"], root)) == [
-        "train/ant/cut.jpg", "train/ant/cut.png", "val/bee/empty.jpg", "val/bee/text.jpg"
-    ]  # fmt: skip
+    expected = ["train/ant/cut.jpg", "train/ant/cut.png", "val/bee/empty.jpg", "val/bee/text.jpg"]
+    assert sorted(names(found["broken"], root)) == expected
     assert "DATA.MAX_PIXELS 7200" in found["not_read"]["fix"] and names(found["not_read"], root) == ["val/ant/big.png"]
     assert "the file is empty" in found["broken"]["reasons"][str(root / "val/bee/empty.jpg")]
     assert {finding["severity"] for finding in found.values()} == {"problem"} and len(found) == 2

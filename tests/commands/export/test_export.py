@@ -180,9 +180,8 @@ def test_an_export_without_labeled_images_is_checked_on_others_or_marked(saved, 
 @pytest.mark.slow
 def test_a_stopped_export_leaves_nothing_behind(small_cfg, tmp_path):
     words = ["export", save_run(small_cfg("MODEL.ARCH", "resnet50")), "--to", "safetensors", tmp_path / "new"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "distribuuuu", *map(str, words)], cwd=ROOT, stderr=subprocess.PIPE
-    )
+    command = [sys.executable, "-m", "distribuuuu", *map(str, words)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
     wait_for(lambda: left_beside(tmp_path), process)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)

@@ -89,7 +89,7 @@ def run(name: str, *words) -> int:
 def test_predict_answers_where_it_is_sure(calibrated, shapes_run, shapes_folder, tmp_path, capsys):
     words = (calibrated, shapes_folder / "val", "--workers", 0, "--precision", 0.95)
     assert run("predict", *words, "--out", tmp_path / "out.csv") == 0
-    assert "answers have a probability above 0.1400" in capsys.readouterr().err
+    assert "answers have a probability above 0.14" in capsys.readouterr().err
     with open(tmp_path / "out.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     answers = [row["answer"] for row in rows]

@@ -218,7 +218,9 @@ def test_a_mistake_is_shown_with_where_the_model_looked_and_its_nearest_training
     write_npz(run / "features.npz", {"path": np.array(names), "label": labels, "features": rows})
     make(run, capsys)
     page = (run / "report.html").read_text(encoding="utf-8")
+    texts = Page(page).texts
     assert "nearest training images: bee, ant" in page and len(page) > len(plain)
+    assert texts[texts.index("pictures from") + 1] == str(Path(data).resolve()), "those of the training, too"
     monkeypatch.setitem(sys.modules, "captum.attr", None)
     make(run, capsys)
     assert "fix: pip install &#39;distribuuuu[explain]&#39;" in (run / "report.html").read_text(encoding="utf-8")

@@ -31,9 +31,8 @@ def test_class_figures_equal_those_of_scikit_learn(single):
     from sklearn import metrics as reference  # its import takes seconds
 
     numbers = list(range(len(single.classes)))
-    expected = reference.precision_recall_fscore_support(
-        single.label, single.predicted, labels=numbers, zero_division=np.nan
-    )
+    given = {"labels": numbers, "zero_division": np.nan}
+    expected = reference.precision_recall_fscore_support(single.label, single.predicted, **given)
     names, listed = single.classes, analysis.list_figures(single)
     for name, wanted in zip(("precision", "recall", "f1", "support"), expected, strict=True):
         np.testing.assert_allclose([row[name] for row in listed["classes"].values()], wanted, atol=1e-12)
