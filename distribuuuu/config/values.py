@@ -22,6 +22,8 @@ class CliValue(str):
 
 def parse(text: str) -> Any:
     """Return a text parsed as a Python literal, else as YAML, else unchanged; lists become tuples."""
+    if len(text) == 1 and not text.isalnum() and text != "~":
+        return str(text)  # a delimiter: '|' and ' ' are nothing in YAML
     try:
         return frozen(ast.literal_eval(text))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -40,9 +42,8 @@ def frozen(value: Any) -> Any:
         return Config({str(key): frozen(item) for key, item in value.items()})  # yacs writes no other keys
     if value is None or isinstance(value, (str, int, float)):
         return value
-    raise ValueError(
-        f"got {reprlib.repr(value)}; expected text, numbers, true, false, null, or lists and dicts of them"
-    )
+    got = reprlib.repr(value)
+    raise ValueError(f"got {got}; expected text, numbers, true, false, null, or lists and dicts of them")
 
 
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text (quote it)"}

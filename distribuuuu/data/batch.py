@@ -336,9 +336,8 @@ class Pool:
             if not requests or (self._pending[0] if self._pending else self._following) != (current, position):
                 self.clear()
                 self._pending.clear()
-                requests = _list_batches(
-                    (one for one in itertools.chain([current], expected) if one.samples in sources), position
-                )
+                known = (one for one in itertools.chain([current], expected) if one.samples in sources)
+                requests = _list_batches(known, position)
             for place, request in itertools.islice(requests, 1 + self.num_ahead - len(self._pending)):
                 self._pending.append(place)
                 self.submit(request)

@@ -70,7 +70,9 @@ def check_num_images(cfg, plan: BatchPlan, num_images: int) -> None:
     """Raise ConfigError if the training set has fewer images than one step takes."""
     if num_images < plan.global_batch:
         key = "TRAIN.GLOBAL_BATCH_SIZE" if cfg.TRAIN.GLOBAL_BATCH_SIZE else "TRAIN.BATCH_SIZE"
+        most = num_images // plan.world_size * (plan.world_size if cfg.TRAIN.GLOBAL_BATCH_SIZE else 1)
         expected = f"expected at most {num_images}, the size of the training set; fix: lower it"
+        expected += f" to {most} or less" if most else ""
         message = f"got {plan.global_batch} images per step ({plan}); {expected}"
         raise ConfigError(Problem(key, message), cfg.origins)
 

@@ -15,9 +15,7 @@ _OF_LOADER = ("TRAIN.BATCH_SIZE", "TRAIN.DATASET", "TRAIN.SPLIT", "TRAIN.IM_SIZE
               "AUG.POLICY", "AUG.COLOR_JITTER", "AUG.OPERATIONS", "AUG.ERASING", "AUG.OFF_EPOCHS")  # fmt: skip
 
 
-def configs_of_extra(
-    cfg, loaders: Mapping[str, Mapping[str, Any]], plan: BatchPlan
-) -> Iterator[tuple[str, Any, BatchPlan]]:
+def configs_of_extra(cfg, loaders: Mapping[str, Mapping], plan: BatchPlan) -> Iterator[tuple[str, Any, BatchPlan]]:
     """Yield name, config and plan of the further loaders of a task, whose steps follow a plan."""
     for name, options in loaders.items():
         if name == MAIN:

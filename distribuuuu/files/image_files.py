@@ -53,7 +53,7 @@ def list_classes(folder: str | os.PathLike) -> tuple[str, ...]:
 
 def find_tables(folder: Path) -> list[str]:
     """Return the names of the tables in a folder, sorted; of the .txt files those that have the name of a split."""
-    tables = [path for path in folder.glob("*") if path.suffix.lower() in TABLE_ENDINGS]
+    tables = [path for path in folder.glob("*") if path.suffix.lower() in TABLE_ENDINGS and path.name[0] != "."]
     return sorted(path.name for path in tables if path.suffix.lower() != ".txt" or path.stem.lower() in SPLIT_NAMES)
 
 

@@ -25,9 +25,8 @@ def describe_unknown_flag(flag: str, known: Sequence[str]) -> str:
     meant = {normalized(key.rpartition(".")[2]): key for key in reversed(OPTIONS)}
     meant |= {normalized(own): own for own in known if own.startswith("--")}
     near = near_matches(normalized(flag), meant, cutoff=0.66)
-    hint = (
-        f"did you mean {meant[near[0]]}?" if near else "options are KEY VALUE arguments; train --help-config lists them"
-    )
+    hint = "options are KEY VALUE arguments; train --help-config lists them"
+    hint = f"did you mean {meant[near[0]]}?" if near else hint
     return f"no such flag: {flag}; {hint}"
 
 

@@ -60,7 +60,8 @@ def describe_files(folder: Path) -> str:
     if not is_flat or any(list_classes(folder / name) for name in folders):
         return ""
     with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
-        texts = {entry.name: describe_file(folder / entry.name) for entry in entries if not is_folder(entry)}
+        names = [entry.name for entry in entries if entry.name[0] != "." and not is_folder(entry)]
+        texts = {name: describe_file(folder / name) for name in names}
         found = [name for kind in ("an archive", "a table") for name in sorted(texts) if texts[name].startswith(kind)]
         return f"; it holds {found[0]}, {texts[found[0]]}" if found else ""
     return ""

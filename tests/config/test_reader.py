@@ -63,7 +63,7 @@ VALUES = [
     ("FINETUNE.FREEZE", "[!f]*", ("[!f]*",)), ("FINETUNE.FREEZE", "*", ("*",)), ("FINETUNE.FREEZE", "", ()),
     ("FINETUNE.FREEZE", "0,7.net.0", ("0", "7.net.0")), ("FINETUNE.FREEZE", "1.10", ("1.10",)),
     ("MODEL.KWARGS.sizes", "[1, 2]", (1, 2)), ("MODEL.KWARGS.rate", "0.5", 0.5), ("MODEL.KWARGS.on", "true", True),
-    ("MODEL.KWARGS.name", "gelu", "gelu"), ("FINETUNE.LR_MULT.fc", "1e1", 10.0),
+    ("MODEL.KWARGS.name", "gelu", "gelu"), ("FINETUNE.LR_MULT.fc", "1e1", 10.0), ("MODEL.KWARGS.name", "|", "|"),
 ]  # fmt: skip
 
 

@@ -161,9 +161,8 @@ def test_lack_of_memory_is_no_broken_image(kind, num):
 @pytest.mark.parametrize("kind, num", [("process", 2), ("thread", 2)])
 def test_pinned_batches_are_the_same_and_a_dead_worker_is_an_error(monkeypatch, own_children, kind, num):
     threads = set()
-    monkeypatch.setattr(
-        torch.Tensor, "pin_memory", lambda tensor: threads.add(threading.current_thread()) or tensor.clone()
-    )
+    pin = lambda tensor: threads.add(threading.current_thread()) or tensor.clone()  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     samples = Samples(Squares(), CenterCrop(8, 8), "auto", skip_broken=False)
     (batches,) = start_workers([Pass(samples, EvalSampler(40, 4, 0, 1))], kind, num, pin_memory=True, batch_bytes=768)
     assert numbers_of(batches) == EXPECTED
@@ -196,9 +195,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_run_whose_worker_is_killed_ends_with_one_message(image_folder, tmp_path, num, nproc, rank):
     """While it trains on 48 images, or evaluates on 37."""
     (tmp_path / "dying.py").write_text(DYING)
-    words = small_options(
-        image_folder, tmp_path / "out", "TRAIN.WORKERS", 1, "TRAIN.BATCH_SIZE", 6, "OPTIM.MAX_EPOCH", 1
-    )
+    own = ("TRAIN.WORKERS", 1, "TRAIN.BATCH_SIZE", 6, "OPTIM.MAX_EPOCH", 1)
+    words = small_options(image_folder, tmp_path / "out", *own)
     environment = {"NUM": str(num), "DYING": str(rank), "PYTHONPATH": str(ROOT)}
     tool = (tmp_path / "dying.py", ROOT / "tools" / "train_net.py")
     done = run_tool(*tool, "--nproc", nproc, *words, **environment)

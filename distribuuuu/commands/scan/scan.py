@@ -125,7 +125,8 @@ def open_item(item: Any, options: DecodeOptions) -> Image.Image:
         if not len(item):
             raise ValueError("the file is empty")
         return open_image(item, options)
-    return Image.fromarray(open_lazy_image(item, "pil", options).pixels().permute(1, 2, 0).contiguous().numpy())
+    pixels = open_lazy_image(item, "pil", options).pixels().expand(3, -1, -1)
+    return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
 
 
 def _load(image: Image.Image) -> Image.Image:

@@ -200,6 +200,7 @@ def class_count_mismatch(cfg, found: int) -> str:
     source = f"{cfg.MODEL.NUM_CLASSES}, but DATA.NAME {cfg.DATA.NAME}"
     some = "; to evaluate on some of the classes, set TEST.LABELS weights" * (found < cfg.MODEL.NUM_CLASSES)
     some += ", or imagenet if the weights do not name their classes" * (cfg.MODEL.NUM_CLASSES == 1000 > found)
+    some *= cfg.DATA.NAME == "imagefolder"
     return f"{source} has {counted(found, 'class')}; set MODEL.NUM_CLASSES {found}{some}"
 
 

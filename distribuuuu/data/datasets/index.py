@@ -97,9 +97,8 @@ class Index:
 
     def is_current(self) -> bool:
         """Return whether nothing has changed since the scan, nor may have changed right after it."""
-        return (
-            self.has_current_stamps() and self.arrays["stamps"][:, 1].max(initial=0) <= self.meta["scanned"] - YOUNG_NS
-        )
+        newest = self.arrays["stamps"][:, 1].max(initial=0)
+        return self.has_current_stamps() and newest <= self.meta["scanned"] - YOUNG_NS
 
     def count(self) -> str:
         """Return the counts, e.g. '4 images in 2 folders'."""

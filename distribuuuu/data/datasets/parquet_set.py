@@ -29,6 +29,7 @@ from distribuuuu.data.datasets.array_file import Content, find_stamp, pack_names
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.image_list import TableFile, TableSet
 from distribuuuu.data.datasets.index import open_index
+from distribuuuu.data.datasets.table_file import sort_labels
 from distribuuuu.data.datasets.targets import encode_labels
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.cache_folder import cache_folder
@@ -37,9 +38,9 @@ from distribuuuu.files.untrusted import parse_json, printable
 
 # Where the files of a split are, in the order in which they are looked for; {} stands for the split. The last five are
 # those of `save_to_disk` and of the cache of the package `datasets`; the very last one is a folder of one split.
-_PATTERNS = ("{}.parquet", "{}-*.parquet", "{}/*.parquet", "data/{}-*.parquet", "data/{}/*.parquet", "*/{}-*.parquet",
-             "*/{}/*.parquet", "{}.arrow", "{}/data-*.arrow", "*-{}.arrow", "*-{}-[0-9]*.arrow",
-             "data-*-of-*.arrow")  # fmt: skip
+_PATTERNS = ("{}.parquet", "{}-*.parquet", "{}/*.parquet", "data/{}.parquet", "data/{}-*.parquet", "data/{}/*.parquet",
+             "*/{}.parquet", "*/{}-*.parquet", "*/{}/*.parquet", "{}.arrow", "{}/data-*.arrow", "*-{}.arrow",
+             "*-{}-[0-9]*.arrow", "data-*-of-*.arrow")  # fmt: skip
 # Bytes of the texts and entries in the metadata of a file, and of the largest row group, uncompressed.
 _MAX_METADATA, _MAX_GROUP = 64 << 20, 4 << 30
 # Seconds to wait for another process that copies the same file; its lock ends with it.
@@ -77,7 +78,9 @@ class ParquetSet(TableSet):
             fix = "fix: TEST.DATASET FOLDER, or save both splits by DatasetDict.save_to_disk"
             raise ConfigError(f"{root} has one split only, the training images; {fix}")
         scan = partial(scan_files, folder, names, columns)
-        index = open_index(f"{root}, split {split}", folder, f"{names} {columns}", cache, scan)
+        index = open_index(f"{root}, split {split}", folder, f"{names} {columns} by number", cache, scan)
+        if name == "TRAIN" and (wrong := index.classes[index.meta["num_named"] :]):
+            raise ConfigError(f"{root} has labels that are no classes: {first_few(wrong)}; fix: remove these rows")
         return cls(index, trained.classes if trained else None)
 
     def read(self, index: int) -> bytearray:
@@ -126,7 +129,7 @@ def find_arrow_files(root: str, split: str, columns: ParquetColumns, cache: Path
         has = f"; it has {first_few(held)}{fix}" if held else ""
         raise ConfigError(f"{root} has no parquet or Arrow files of the split {split}{has}")
     if len({os.path.dirname(path) for path in paths}) > 1 and not columns.file:
-        fix = f"fix: DATA.TABLE.file '{os.path.basename(os.path.dirname(paths[0]))}/{{}}-*.parquet'"
+        fix = f"fix: DATA.TABLE.file '{os.path.basename(os.path.dirname(paths[0]))}/{{}}*.parquet'"
         raise ConfigError(f"{root} has several configurations with the split {split}; {fix}")
     return [path if path.endswith(".arrow") else copy_parquet(path, columns, cache) for path in paths]
 
@@ -226,10 +229,8 @@ def scan_files(folder: str, names: Sequence[str], columns: ParquetColumns) -> Co
     values, own = [value for values, *_ in tables for value in values], tables[0][1]
     if not values:
         raise ConfigError(f"{paths[0]} has no images")
-    known = set(values)
-    has_numbers = all(isinstance(value, (int, float)) for value in known)
-    classes = [*map(_to_text, sorted(known))] if has_numbers else sorted(map(str, known))
-    meta, arrays = encode_labels([[_to_text(value, own)] for value in values], own or classes)
+    named = own or sort_labels({_to_text(value) for value in {*values} - {None}})
+    meta, arrays = encode_labels([[_to_text(value, own)] for value in values], named)
     arrays |= {
         **pack_names("files", [*map(os.fsencode, names)]),
         "stamps": np.array(stamps, np.int64),
@@ -240,7 +241,7 @@ def scan_files(folder: str, names: Sequence[str], columns: ParquetColumns) -> Co
         "packed": np.zeros(len(values), np.uint32),
         "crc32": np.zeros(len(values), np.uint32),
     }
-    return {**meta, "notes": [], "ignored": {}, "num_beside": 0}, arrays
+    return {**meta, "num_named": len(named), "notes": [], "ignored": {}, "num_beside": 0}, arrays
 
 
 def _read_table(path: str, columns: ParquetColumns) -> tuple[list[Any], tuple[str, ...], np.ndarray, np.ndarray]:
@@ -262,6 +263,6 @@ def _read_table(path: str, columns: ParquetColumns) -> tuple[list[Any], tuple[st
 def _to_text(value: Any, own: Sequence[str] = ()) -> str:
     """Return a label as text; a number is that of a name, if there are any."""
     value = int(value) if isinstance(value, bool) else value
-    if isinstance(value, int) and own:
-        return own[value] if 0 <= value < len(own) else f"number {value}"
+    if value is None or (isinstance(value, int) and own):
+        return own[value] if value is not None and 0 <= value < len(own) else f"number {value}"
     return str(value)

@@ -5,7 +5,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import DATASETS
@@ -58,7 +58,7 @@ class Packed(SplitDataset):
         return type(self), self._init_args
 
     @classmethod
-    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None, only_index: bool = False) -> "Packed":
+    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None, only_index: Any = False) -> "Packed":
         """Return the images of cfg.TRAIN or cfg.TEST; for `only_index`, of a pack at a URL, see `copy_pack`."""
         dataset, split = cfg[name].DATASET, cfg[name].SPLIT
         if not is_url(dataset) and not (Path(dataset) / split).is_dir():
@@ -72,15 +72,14 @@ class Packed(SplitDataset):
             try:
                 copy = copy_pack(str(_join(dataset, split)), cfg.DATA.CACHE_DIR, cfg.DATA.TIMEOUT_S, only_index)
             except ConfigError as error:
-                raise ConfigError(
-                    [Problem(one.key or f"{name}.DATASET", one.message) for one in error.problems]
-                ) from error
+                problems = [Problem(one.key or f"{name}.DATASET", one.message) for one in error.problems]
+                raise ConfigError(problems) from error
         return cls(dataset, split, tuple(trained.classes) if trained else None, copy)
 
     @classmethod
     def open_training(cls, cfg) -> ImageDataset | None:
         """Return the training images to label an evaluation set with; a network failure must not change the labels."""
-        return cls.open_split(cfg, "TRAIN", None, True) if is_url(cfg.TRAIN.DATASET) else super().open_training(cfg)
+        return cls.open_split(cfg, "TRAIN", None, "labels") if is_url(cfg.TRAIN.DATASET) else super().open_training(cfg)
 
     def find_own_problems(self, cfg) -> Iterator[tuple[str, str]]:
         """Yield a problem if the EXIF orientation of the images is lost."""

@@ -28,7 +28,7 @@ from distribuuuu.files.locks import take_turn
 NUM_THREADS, REQUEST_S, CHECK_S, LONGEST_COPY_S = 4, 60.0, (20.0, 1.5), 86_400.0
 
 
-def copy_pack(url: str, cache_dir: str, timeout_s: float, only_index: bool = False) -> Path:
+def copy_pack(url: str, cache_dir: str, timeout_s: float, only_index: bool | str = False) -> Path:
     """Return the local folder of the pack at a URL, after its files were copied there, or its index alone.
 
     For the other arguments see DATA.CACHE_DIR and DATA.TIMEOUT_S.
@@ -47,7 +47,7 @@ def copy_pack(url: str, cache_dir: str, timeout_s: float, only_index: bool = Fal
         raise ConfigError(Problem("DATA.CACHE_DIR", problem)) from error
 
 
-def main(url: str, root: str, request_s: float, retry_s: float, only_index: bool) -> Iterator[str]:
+def main(url: str, root: str, request_s: float, retry_s: float, only_index: bool | str) -> Iterator[str]:
     """Copy the missing files of a pack, or its index alone, to a folder below `root`; yield it: in a child process.
 
     Raises:
@@ -68,7 +68,8 @@ def main(url: str, root: str, request_s: float, retry_s: float, only_index: bool
         for number, shard in enumerate(meta["shards"])
         if present.get(shard["name"]) != shard["size"]
     ]
-    check_space(folder, sum(size for _, size, *_ in jobs), url)
+    if only_index != "labels":  # those of the training, of which an evaluation reads nothing else
+        check_space(folder, sum(size for _, size, *_ in jobs), url)
     if not only_index:
         copied = ThreadPoolExecutor(NUM_THREADS).map(lambda job: store.download(*job), jobs)
         list(tqdm(copied, f"{url} to {folder}", len(jobs), unit="file", leave=False, delay=1))

@@ -160,7 +160,7 @@ def test_rows_without_bytes_tables_without_rows_and_compressed_files_are_named(c
 def test_several_configurations_are_named(cfg_of, root, tmp_path):
     for name in "ab":
         shutil.copytree(root / "data", tmp_path / name)
-    with pytest.raises(ConfigError, match="configurations with the split train; fix: DATA.TABLE.file 'a/{}-[*].parq"):
+    with pytest.raises(ConfigError, match="configurations with the split train; fix: DATA.TABLE.file 'a/{}[*].parq"):
         build_images(cfg_of("TRAIN.DATASET", tmp_path), train=True)
 
 
