@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distribuuuu.checkpoint.weights_files import RAW, common_kind, find_best
-from distribuuuu.config import Config, ConfigError, Problem
+from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.model_names import is_published
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
@@ -256,8 +256,8 @@ def _find_config(run: Any) -> tuple[str | Config, list[str]]:
         from distribuuuu.inference.load_run import find_run
 
         run = find_run(path)
-    is_file = os.path.isfile(run.source)
-    return run.cfg, [*(() if is_file else ("MODEL.ARCH", run.source)), "MODEL.WEIGHTS", run.source]
+    named = () if os.path.isfile(run.source) else ("MODEL.ARCH", run.source, "OUT_DIR", get_cfg().OUT_DIR)
+    return run.cfg, [*named, "MODEL.WEIGHTS", run.source]
 
 
 # ------------------------------------------------------------------------------------------- results

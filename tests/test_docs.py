@@ -372,9 +372,8 @@ def test_the_docs_import_only_names_that_stay():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     sources = [block for path in pages for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)]
     sources += [path.read_text() for path in (ROOT / "docs" / "examples").glob("*.py")]
-    imports = [
-        name for text in sources for name in re.findall(r"^from (distribuuuu[\w.]*) import (.+)$", text, re.MULTILINE)
-    ]
+    find = re.compile(r"^from (distribuuuu[\w.]*) import (.+)$", re.MULTILINE).findall
+    imports = [name for text in sources for name in find(text)]
     assert len(imports) > 40
     for module, names in imports:
         for name in names.split(","):

@@ -135,6 +135,8 @@ def main() -> int:
     parser.add_argument("--readme", metavar="FILE", help="the file whose block is replaced")
     parser.add_argument("--name", metavar="NAME", help="the name of the block")
     flags = parser.parse_args(sys.argv[1:])
+    if flags.readme and not flags.name:
+        parser.error("--readme needs --name, the name of the block")
     text = make_table(flags.runs, flags.configs, flags.epoch)
     if flags.readme:
         update(Path(flags.readme), flags.name, text)

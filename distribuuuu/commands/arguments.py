@@ -26,7 +26,7 @@ def run_on_config(parser: CommandParser, args: Sequence[str], start: Callable[..
     Returns the exit status of these processes, or 0.
     """
     cfg, flags = parse_args(parser, args, train)
-    if flags.nproc > 1:
+    if cfg is not None and flags.nproc > 1:
         from distribuuuu.launch.nproc import run_processes
 
         return run_processes(flags.nproc, [sys.executable, *sys.orig_argv[1:]])

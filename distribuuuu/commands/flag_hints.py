@@ -13,6 +13,7 @@ from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import COMMAND_LINE
 
 _FLAG = re.compile(r"--?[a-zA-Z]")
+_OPEN = tuple(f"{key}." for key in OPEN_SECTIONS)
 _SECTIONS = {key.partition(".")[0] for key in (*OPTIONS, *OPEN_SECTIONS)}
 # Flags of other frameworks that are taken as options.
 COMMON_FLAGS = {"--lr": "OPTIM.BASE_LR", "--epochs": "OPTIM.MAX_EPOCH", "--batch-size": "TRAIN.BATCH_SIZE"}
@@ -23,7 +24,7 @@ class CommandParser(argparse.ArgumentParser):
 
     Options of the config are given to every command in the same way, at any place: KEY VALUE, KEY=VALUE or --set KEY
     VALUE, and by the flags of COMMON_FLAGS. `overrides` of the parsed arguments has them as KEY VALUE words.
-    Without `joined`, KEY=VALUE is no option.
+    Without `joined`, KEY=VALUE is no option; without a `usage`, which mentions them, options are an error.
     """
 
     def __init__(self, prog: str | None = None, joined: bool = True, **options: Any):
@@ -56,13 +57,14 @@ class CommandParser(argparse.ArgumentParser):
     def _split_options(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return the words without the options of the config, and these as KEY VALUE words."""
         waiting, rest, overrides = list(words), list[str](), list[str]()
+        taking = {name for one in self._actions if one.nargs in (None, "?") for name in one.option_strings}
         while waiting:
             word = waiting.pop(0)
             name, sign, value = word.partition("=")
             key = COMMON_FLAGS[name] if name in COMMON_FLAGS and name not in self.flags else name
             if word == "--set" and word not in self.flags:
                 continue
-            is_option = key != name or (self._joined or not sign) and _is_key(name) and rest[-1:] != ["--help-config"]
+            is_option = key != name or (self._joined or not sign) and _is_key(name) and not taking & {*rest[-1:]}
             if is_option:  # an option without a value, at the end, is reported by the reader of the config
                 overrides += [key, value] if sign else [key, *waiting[:1]]
                 del waiting[: not sign]
@@ -75,6 +77,8 @@ class CommandParser(argparse.ArgumentParser):
         parsed, rest, problems = parse_flags(self, args)
         if rest := rest[: len(rest) - len(parsed.overrides)]:
             problems.append(Problem(COMMAND_LINE, f"too many arguments: {shlex.join(rest)}"))
+        if parsed.overrides and self.usage is None:
+            problems.append(Problem(parsed.overrides[0], "has no effect on this command; fix: remove it"))
         if problems:
             raise ConfigError(problems)
         return parsed
@@ -98,7 +102,7 @@ def _is_key(word: str) -> bool:
     """Tell whether a word is the key of an option, known or misspelled, and no file."""
     section = word.partition(".")[0]
     is_key = word in OPTIONS or re.fullmatch(r"[A-Z][A-Z_]+(\.\w+)+", word) and section in _SECTIONS
-    return bool(is_key) and not os.path.exists(word)
+    return bool(is_key or word.startswith(_OPEN)) and not os.path.exists(word)
 
 
 def _split_files(args: Sequence[str]) -> tuple[list[str], list[str]]:

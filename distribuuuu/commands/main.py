@@ -97,15 +97,15 @@ def start_plugged_in(name: str, prog: str, args: list[str]) -> int:
     """Start a command that the plug-in after PLUGINS registers in COMMANDS, like `start_command`."""
     from distribuuuu.config import ConfigError, load_cfg
     from distribuuuu.config.registry import COMMANDS
+    from distribuuuu.hints.options import describe_unknown_command
 
     def start() -> int:
         at = args.index("PLUGINS")
         load_cfg(None, args[at : at + 2])
-        try:
-            command = COMMANDS.get(name)
-        except LookupError as error:
-            raise ConfigError(f"command line: {error}") from error
-        return command(prog, args[:at] + args[at + 2 :])
+        if name not in COMMANDS.names():
+            known = [*find_commands(), *COMMANDS.names()]
+            raise ConfigError(f"command line: {describe_unknown_command(name, known, prog.removesuffix(f' {name}'))}")
+        return COMMANDS.get(name)(prog, args[:at] + args[at + 2 :])
 
     return importlib.import_module(f"{__package__}.guard").run_guarded(start)
 

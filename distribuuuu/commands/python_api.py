@@ -23,7 +23,7 @@ def export(
     run: Run,
     format: str,
     out: str | os.PathLike,
-    images: Sequence[str | os.PathLike] = (),
+    images: str | os.PathLike | Sequence[str | os.PathLike] = (),
     check: bool = True,
     overrides: Overrides = (),
 ) -> dict[str, Any]:
@@ -44,6 +44,7 @@ def export(
         ConfigError: it cannot be exported.
     """
     words = [run, "--format", format, "--out", out, *_as_pairs(overrides)]
+    images = [images] if isinstance(images, (str, os.PathLike)) else images
     _call("export", [*words, *([] if check else ["--no-check"]), *(["--images", *images] if images else [])])
     return json.loads(Path(out).expanduser().joinpath("export.json").read_text(encoding="utf-8"))
 
@@ -94,5 +95,5 @@ def _call(name: str, words: Sequence[Any]) -> str:
         raise ConfigError(f"the command {name} is not part of this installation")
     function = getattr(importlib.import_module(command.module), name)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        function(f"distribuuuu {name}", _as_pairs(words))
+        function("", _as_pairs(words))
     return printed.getvalue()

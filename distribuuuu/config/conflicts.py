@@ -79,6 +79,8 @@ def _images(cfg: Config) -> Iterator[Conflict]:
     is_cut = any(of < side for side, of in zip(height_and_width(crop), height_and_width(eval_resize(cfg)), strict=True))
     expected = f"expected the size of the crop, TEST.CROP_SIZE or TRAIN.IM_SIZE, {show_size(crop)}, or more"
     yield "TEST.IM_SIZE", is_cut, expected
+    is_far = 0 < cfg.TEST.SHIFT >= min(height_and_width(crop))
+    yield "TEST.SHIFT", is_far, f"expected less than the size of the crop, {show_size(crop)}"
     for key, most, words in (("CROP_SCALE", 1, " <= 1"), ("CROP_RATIO", float("inf"), "")):
         is_range = len(data[key]) == 2 and 0 < data[key][0] <= data[key][1] <= most
         yield f"DATA.{key}", not is_range, f"expected two numbers, 0 < min <= max{words}"

@@ -116,7 +116,8 @@ def _class_weights(cfg: Config) -> Iterator[Conflict]:
         elif key == "LOSS.CLASS_WEIGHTS" or len(weights) > 1:
             is_other = num_classes and len(weights) not in (0, num_classes)
             yield key, is_other, f"expected {counted(num_classes, 'number')}, MODEL.NUM_CLASSES"
-        yield key, numbers and (min(numbers) < 0 or max(numbers) == 0), "expected 0 or more, not all 0"
+        is_none = not isinstance(weights, str) and max(numbers, default=1) == 0  # classes without a name here weigh 1
+        yield key, min(numbers, default=0) < 0 or is_none, "expected 0 or more, not all 0"
 
 
 def _other_weights(cfg: Config) -> Iterator[Conflict]:

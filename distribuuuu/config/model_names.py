@@ -91,13 +91,11 @@ def find_model_problems(arch_key: str, arch: str, kwargs_key: str, kwargs: Mappi
     yield arch_key, describe_unknown_model(arch, found, SOURCES)
 
 
-def find_unknown_keywords(
-    kwargs_key: str, kwargs: Mapping, model: str, allowed: Sequence[str]
-) -> Iterator[tuple[str, str]]:
+def find_unknown_keywords(key: str, kwargs: Mapping, model: str, allowed: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (key, message) for keywords that the constructor of a model does not have, or that have an option."""
     for name in kwargs:
         if name in OWN_KEYS:
-            yield f"{kwargs_key}.{name}", f"set {OWN_KEYS[name]} instead"
+            yield f"{key}.{name}", f"set {OWN_KEYS[name]} instead"
         elif name not in allowed:
             hint = f"{did_you_mean(name, allowed)}; it has {', '.join(allowed) or 'none'}"
-            yield f"{kwargs_key}.{name}", f"{model} has no such parameter{hint}"
+            yield f"{key}.{name}", f"{model} has no such parameter{hint}"

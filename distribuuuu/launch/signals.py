@@ -86,7 +86,7 @@ def handled_by(handler: Callable[[int], None]) -> Iterator[None]:
     sender.setblocking(False)
     listener = threading.Thread(target=_listen, args=(receiver, handler), name="signals", daemon=True)
     listener.start()
-    before = {signum: signal.signal(signum, _do_nothing) for signum, status in STATUS_OF.items()
+    before = {signum: signal.signal(signum, lambda *_: None) for signum, status in STATUS_OF.items()
               if status != 129 or signal.getsignal(signum) is not signal.SIG_IGN}  # fmt: skip  # nohup: ignored SIGHUP
     fd_before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
@@ -98,10 +98,6 @@ def handled_by(handler: Callable[[int], None]) -> Iterator[None]:
         sender.shutdown(socket.SHUT_RDWR)
         sender.close()
         listener.join()
-
-
-def _do_nothing(signum: int, frame: object) -> None:
-    """Ignore the call: the listener receives the number."""
 
 
 def _listen(connection: socket.socket, handler: Callable[[int], None]) -> None:

@@ -172,9 +172,8 @@ def test_modes_are_compared_in_a_table(image_folder, tmp_path, monkeypatch, caps
         asked.append(options.get("MODEL.COMPILE", "none"))
         if number == 4:
             raise ConfigError("the compiler fails\nbadly")
-        return (
-            "killed" if number == 1 else [Measured(options, 0.5 / (1 + number), LOGITS.numpy() + number / 100, 2**21)]
-        )
+        found = Measured(options, 0.5 / (1 + number), LOGITS.numpy() + number / 100, 2**21)
+        return "killed" if number == 1 else [found]
 
     asked: list[str] = []
     monkeypatch.setattr(fast_mode, "in_fresh_process", in_fresh_process)

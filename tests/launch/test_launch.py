@@ -71,9 +71,8 @@ def test_what_is_detected():
         ({**SRUN_PER_NODE, **BY_HAND}, "RANK and WORLD_SIZE", 3, 1, 4),
     ]:  # fmt: skip
         launch = detect_launch(env)
-        assert (launch.launcher, launch.rank, launch.local_rank, launch.world_size) == (
-            launcher, rank, local_rank, world_size,
-        )  # fmt: skip
+        found = launch.launcher, launch.rank, launch.local_rank, launch.world_size
+        assert found == (launcher, rank, local_rank, world_size)
         assert str(launch) == f"{launcher}, {'one process' if world_size == 1 else f'process {rank} of {world_size}'}"
 
 

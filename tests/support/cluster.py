@@ -20,9 +20,8 @@ TIMEOUT_S = 300  # catches a hang; the cluster of a loaded machine is slow
 def run(*command: str, timeout_s: float = TIMEOUT_S, **env: str) -> subprocess.CompletedProcess:
     """Run a command with one thread per process; return its status and output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=timeout_s, stdin=subprocess.DEVNULL
-    )
+    given = {"cwd": ROOT, "env": environment, "timeout": timeout_s, "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, capture_output=True, text=True, **given)
 
 
 def num_nodes() -> int:

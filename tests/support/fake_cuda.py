@@ -130,9 +130,8 @@ class Timeline(TorchDispatchMode):
         return result
 
     def _use(self, name: str, given: list, made: list, written: list) -> None:
-        sources, targets = (
-            {_storage_of(tensor) for tensor in each if tensor.is_cuda} for each in (given, made + written)
-        )
+        both = (given, made + written)
+        sources, targets = ({_storage_of(tensor) for tensor in each if tensor.is_cuda} for each in both)
         if not sources | targets:
             return
         self.current.num += 1

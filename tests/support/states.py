@@ -26,9 +26,8 @@ def make_state(num_classes: int = 3, best: tuple[float, int] = (0.0, -1), **posi
     optimizer.step()
     classes = tuple("abcdefgh"[:num_classes])
     bests, meter = {"raw": Best(*best), "ema": Best()}, Meter({}, num_classes, torch.device("cpu"))
-    return TrainState(
-        model, optimizer, seed=1, arch="net", classes=classes, global_batch=8, meter=meter, bests=bests, **position
-    )
+    given = {"classes": classes, "meter": meter, "bests": bests, **position}
+    return TrainState(model, optimizer, seed=1, arch="net", global_batch=8, **given)
 
 
 def original_checkpoint(path: Path, state: TrainState, **options: bool) -> None:

@@ -61,7 +61,8 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         # The last epoch has the largest images.
         epoch = cfg.OPTIM.MAX_EPOCH - 1 if cfg.TRAIN.IM_SIZE_START else 0
         first, _ = _train(run, epoch, 0.0)
-        ahead = _count_ahead(cfg, plan)
+        num_workers = 0 if cfg.DATA.LOADER == "device" else count_workers(cfg.TRAIN.WORKERS, _HERE)
+        ahead = max(1, math.ceil(PREFETCH * num_workers / plan.accum_steps))  # steps that the workers prepare ahead
         ends, parts = _train(run, epoch, STEPS_S)
         found["step_s"] = step_seconds(ends, ahead)
         found["epoch_s"] = extrapolate(ends, found["images"]["train"] // plan.global_batch, ahead)
@@ -78,7 +79,9 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         found["images_per_s"] = plan.per_process / found["step_s"]
         found |= measure_utilization(run, found["images_per_s"])
         found["parts"] = {**parts, "other": max(0.0, 1 - sum(parts.values()))}
-        return found | {"bottleneck": find_bottleneck(parts["data"])}
+        is_data, waited = parts["data"] >= MAX_DATA_FRACTION, f"{parts['data']:.0%} of the steps is waiting"
+        advice = f"the loader: {waited}; fix: see docs/large_data.md#workers-and-decoders"
+        return found | {"bottleneck": advice if is_data else f"the model: {waited} for data"}
 
 
 def _describe(run: Run) -> dict[str, Any]:
@@ -138,19 +141,6 @@ def _evaluate(run: Run, model: torch.nn.Module, plan: BatchPlan, ahead: int) -> 
         for batch in _timed(loader, ends, EVALUATION_S, loader.device):
             run.task.eval_step(model, batch)
     return extrapolate(ends, -(-len(loader.images) // (plan.world_size * run.cfg.TEST.BATCH_SIZE)), ahead)
-
-
-def _count_ahead(cfg: Config, plan: BatchPlan) -> int:
-    """Return the number of steps that the workers prepare ahead; a data set on the device has none."""
-    num_workers = 0 if cfg.DATA.LOADER == "device" else count_workers(cfg.TRAIN.WORKERS, _HERE)
-    return max(1, math.ceil(PREFETCH * num_workers / plan.accum_steps))
-
-
-def find_bottleneck(waited: float) -> str:
-    """Return what limits the training steps, by the fraction of their time that was spent waiting for data."""
-    if waited < MAX_DATA_FRACTION:
-        return f"the model: {waited:.0%} of the steps is waiting for data"
-    return f"the loader: {waited:.0%} of the steps is waiting; fix: see docs/large_data.md#workers-and-decoders"
 
 
 # -------------------------------------------------------------------------------------- arithmetic

@@ -75,7 +75,7 @@ def group_runs(runs: Sequence[Result]) -> tuple[list[list[Result]], list[str]]:
             unfinished.append(f"{run.path} ({training['epochs_done']} of {training['epochs_planned']} epochs)")
             continue
         data = record["data"]
-        images = ("folds",) if is_fold(record) else (data["folder"], *_count_images(record))
+        images = ("folds", sum(_count_images(record))) if is_fold(record) else (data["folder"], *_count_images(record))
         group = groups.setdefault((record["config_hash"], training["global_batch"], data["name"], *images), [])
         own = record["seed"], data["folder"]
         known = (other for other in group if (other.record["seed"], other.record["data"]["folder"]) == own)

@@ -11,6 +11,7 @@ A trial whose process was killed, or whose run has failed, is still running for 
 
 import contextlib
 import math
+import shlex
 import statistics
 import subprocess
 import sys
@@ -297,7 +298,8 @@ def build_sweep_page(plan: Plan, rows: Sequence[Row], importance: Mapping[str, f
     best, summary = rows[0], [html.paragraph(f"{summarize(rows)}.")]
     if best.objective is not None:
         tiles = [(f"best {plan.metric}", f"{best.objective:.2f}", "optimistic: the trial was selected by it")]
-        command = f"distribuuuu train --cfg {plan.out_dir / 'best.yaml'} OUT_DIR DIR"
+        nproc = f" --nproc {plan.flags.nproc}" * (plan.flags.nproc > 1)
+        command = f"distribuuuu train{nproc} --cfg {shlex.quote(str(plan.out_dir / 'best.yaml'))} OUT_DIR DIR"
         summary += [html.tiles(tiles), html.heading(f"Best config: trial {best.trial}"), html.pairs(best.values_of),
                     html.preformatted(command)]  # fmt: skip
     if importance:

@@ -156,6 +156,8 @@ def parse_space(words: Sequence[str]) -> tuple[list[str], dict[str, Any], list[P
             if key in OPTIONS and OPTIONS[key].not_swept:
                 raise ValueError(f"it cannot be swept: {OPTIONS[key].not_swept}")
             space[key] = parse_values(text)
+            if not is_list(space[key]) and key in OPTIONS and OPTIONS[key].kind is int:
+                raise ValueError("whole numbers have no range; expected a list a,b,c")
         except ValueError as error:
             problems.append(Problem(key, f"got {text!r}; {error}"))
     twice = [key for key in space if [*swept, *fixed[::2]].count(key) > 1]

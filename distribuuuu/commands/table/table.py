@@ -12,16 +12,9 @@ from typing import Any
 from distribuuuu.checkpoint.weights_files import RAW, by_precedence, common_kind
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import WIDTH, align_columns, print_report
+from distribuuuu.commands.stats import run_groups
 from distribuuuu.commands.stats.intervals import mean_interval, wilson_interval
-from distribuuuu.commands.stats.run_groups import (
-    DIGITS_OF_HASH,
-    Result,
-    describe_data,
-    group_runs,
-    is_fold,
-    read_runs,
-    row_name,
-)
+from distribuuuu.commands.stats.run_groups import Result, describe_data, group_runs, is_fold, read_runs, row_name
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.run_files import local_run
@@ -104,7 +97,7 @@ def make_row(group: Sequence[Result], epoch: str, changes: dict[str, Any] | None
     return Row(
         name=row_name(first, first["overrides"] if changes is None else changes),
         order=row_order(first["config"], first["model"]["params_m"], plan["global_batch"]),
-        details=f"config {first['config_hash'][:DIGITS_OF_HASH]}; {describe_data(first)}",
+        details=f"config {first['config_hash'][: run_groups.DIGITS_OF_HASH]}; {describe_data(first)}",
         cells={
             "params (M)": f"{first['model']['params_m']:.3f}",
             "px": image_sizes(plan["px"], first["evaluation"]),
@@ -156,7 +149,7 @@ def _interval(known: Sequence[float], num_images: int) -> str:
         low, high = (100 * end for end in wilson_interval(known[0] / 100 * num_images, num_images))
     else:
         return ""
-    return f" [{low:.2f}, {min(high, 100):.2f}]"
+    return f" [{low:.2f}, {min(high, 100) if num_images else high:.2f}]"
 
 
 def _mean(values: Sequence[float | None], digits: str) -> str:
@@ -213,9 +206,8 @@ def _arrange(rows: Sequence[Row], epoch: str, plan: Sequence[str]) -> tuple[list
     names = [row.name for row in rows]
     known = (*plan, *METRIC_COLUMNS.values())
     others = sorted({name for row in rows for name in row.cells} - {*known, *_COST_COLUMNS})
-    columns = [
-        name for name in (*known, *others, *_COST_COLUMNS) if any(row.cells.get(name, EMPTY) != EMPTY for row in rows)
-    ]
+    every = (*known, *others, *_COST_COLUMNS)
+    columns = [name for name in every if any(row.cells.get(name, EMPTY) != EMPTY for row in rows)]
     lines = [["config", *columns]]
     for row in rows:
         name = row.name if names.count(row.name) == 1 else f"{row.name} ({row.details})"

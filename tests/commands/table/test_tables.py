@@ -114,7 +114,7 @@ def test_the_average_of_the_weights_counts_where_every_run_has_it(make, tmp_path
 def test_the_folds_of_a_config_are_one_row(make, tmp_path):
     for fold, top1 in enumerate((90.0, 92.0, 94.0), 1):
         save(tmp_path / f"{fold}/results.json", data__folder=f"fold_{fold}", data__num_val=100 + fold,
-             accuracy__raw__last__top1=top1)  # fmt: skip
+             data__num_train=400 - fold, accuracy__raw__last__top1=top1)  # fmt: skip
     assert [row["top-1 here"] for row in make(tmp_path)[1]] == ["92.00 ± 2.00 [87.03, 96.97] (n = 3, 3 folds)"]
     assert make(tmp_path / "1")[1][0]["top-1 here"].endswith("(n = 1)")
 
@@ -151,9 +151,8 @@ def test_a_sweep_has_a_row_for_each_finished_trial_and_one_message(make, tmp_pat
     status, rows, err = make(re.search(r"fix: distribuuuu table (\S+), or open \S+/sweep.html$", str(error.value))[1])
     found = [(row["config"].partition(", ")[2], row["top-1 here"].partition(" (")[2]) for row in rows]
     assert (status, found) == (0, [("OPTIM.BASE_LR 0", "n = 3)"), ("OPTIM.BASE_LR 1", "n = 1)")])
-    assert err.startswith(
-        f"skipped, as they are not finished: {tmp_path}/trial_002/seed_0/results.json (7 of 7 epochs), "
-    )
+    first = f"{tmp_path}/trial_002/seed_0/results.json (7 of 7 epochs), "
+    assert err.startswith(f"skipped, as they are not finished: {first}")
     assert err.count("results.json") == 3 and err.count("\n") == 1
 
 
