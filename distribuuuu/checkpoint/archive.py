@@ -14,8 +14,9 @@ def archive_run(checkpoints: CheckpointManager, names: Sequence[str] = ()) -> Pa
     The files `names` are moved into that folder before it is renamed, so that a repeated call completes a killed one.
     """
     folder = checkpoints.folder
-    if not checkpoints.list():
+    if not (checkpoints.list() or list_bests(folder.parent) or list_bests(folder)):
         return None
+    folder.mkdir(exist_ok=True)  # its checkpoints may have been deleted, but not its best weights
     for path in (*list_bests(folder.parent).values(), *(folder.parent / name for name in names)):
         if path.exists():
             os.replace(path, folder / path.name)

@@ -61,9 +61,8 @@ def gather_buffers(models: Mapping[str, nn.Module], norms: bool) -> list[Buffers
     names = {kind: _saved(model, norms) for kind, model in models.items()}
     if not any(names.values()):
         return []
-    parts = dist.gather_objects(
-        {kind: {name: models[kind].get_buffer(name).cpu() for name in known} for kind, known in names.items()}
-    )
+    own = {kind: {name: models[kind].get_buffer(name).cpu() for name in known} for kind, known in names.items()}
+    parts = dist.gather_objects(own)
     return [
         {kind: {name: value for name, value in named.items() if not torch.equal(value, parts[0][kind][name])}
          for kind, named in part.items()}
@@ -73,9 +72,7 @@ def gather_buffers(models: Mapping[str, nn.Module], norms: bool) -> list[Buffers
 
 def _saved(model: nn.Module, norms: bool) -> list[str]:
     saved, layers = model.state_dict().keys(), model.named_modules()
-    own = (
-        layer.named_buffers(name, recurse=False) for name, layer in layers if norms or not isinstance(layer, _NormBase)
-    )
+    own = (one.named_buffers(name, recurse=False) for name, one in layers if norms or not isinstance(one, _NormBase))
     return [name for name, _ in itertools.chain.from_iterable(own) if name in saved]
 
 

@@ -16,6 +16,7 @@ def recompute_statistics(run: Run, model: nn.Module) -> None:
     images = run.train_loader.iter_images(run.state.seed, run.state.epoch, run.cfg.MODEL.PRECISE_BN)
     batches = marked(images, "precise batch norm")
     compute_precise_statistics(model, batches, run.state.precision.autocast, run.task.train_mode)
+    run.train_loader.pop_data_time()  # no step has waited for it
 
 
 @torch.no_grad()
@@ -51,7 +52,7 @@ def compute_precise_statistics(
             layer.training = True
         # The hooks would make a compiled model compile again at every call.
         with torch.compiler.set_stance("force_eager") if model._compiled_call_impl else contextlib.nullcontext():
-            for images in batches:
+            for images in batches if sums else ():
                 with autocast():
                     model(images)
     finally:

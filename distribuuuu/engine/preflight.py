@@ -43,9 +43,7 @@ def find_run_problems(
     found = list(_path_problems(cfg, train, needs_weights))
     if cfg.TEST.DATASET == cfg.TRAIN.DATASET and "TRAIN.DATASET" in dict(found):  # one folder, one problem
         found = [(key, message) for key, message in found if key != "TEST.DATASET"]
-    problems += [
-        Problem(key, message, cfg.origins) for key, message in found if key in cfg.origins or not set_keys_only
-    ]
+    problems += [Problem(key, text, cfg.origins) for key, text in found if key in cfg.origins or not set_keys_only]
     try:
         world_size = nproc or detect_launch().world_size
         if train and cfg.TRAIN.GLOBAL_BATCH_SIZE >= 0 and cfg.TRAIN.BATCH_SIZE > 0:

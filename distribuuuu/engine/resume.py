@@ -42,8 +42,12 @@ def resume_or_load_weights(cfg: Config, state: TrainState, latest: Path | None) 
     path = latest or find_weights_file(cfg.MODEL.WEIGHTS)
     content = read_checkpoint(path, to_resume=latest is not None)
     if not latest and not (cfg.TRAIN.LOAD_OPT and "optimizer" in content):
-        for model in state.models.values():
-            load_state_dict(model, content["state_dict"], path)
+        try:
+            for model in state.models.values():
+                load_state_dict(model, content["state_dict"], path)
+        except CheckpointError as error:
+            fix = "for other classes, set FINETUNE.WEIGHTS to it instead, which draws the head anew"
+            raise CheckpointError(f"MODEL.WEIGHTS: {error}; {fix}") from error
         if mismatch := find_class_mismatch(content, state.classes):
             logger.warning("%s: was trained on other classes: %s", path, mismatch)
         logger.info("initial weights: %s", path)

@@ -56,9 +56,8 @@ def describe_images(cfg, *loaders: Loader) -> None:
         logger.info("%s: %s%s", kind, loader.samples.transform, f"; from {start} px on" if start else "")
         for name, samples in loader.samples.extra.items():
             num = loader.sampler.extra[name].plan.global_batch  # type: ignore[union-attr]  # a training loader
-            logger.info(
-                "loader %s: %s, %d per step; %s", name, counted(len(samples.images), "image"), num, samples.transform
-            )
+            images = counted(len(samples.images), "image")
+            logger.info("loader %s: %s, %d per step; %s", name, images, num, samples.transform)
     for problem in find_unused_options(cfg):
         if len(loaders) > 1 or str(problem.key).startswith("TEST."):
             logger.warning("%s", problem)

@@ -21,8 +21,8 @@ from distribuuuu.files.locks import lock_file, take_turn
 from distribuuuu.files.untrusted import printable
 from distribuuuu.mirror.states import OBJECTS, Entry, MirrorError, State, StateLog, hash_file, is_mirrored
 
-# Seconds that the end of a finished run waits for its uploads, and that of a run that is stopped.
-END_S, STOP_S = 1800.0, 20.0
+# Seconds that the end of a finished run waits for its uploads, and that of a stopped one: less than nproc.GRACE_S.
+END_S, STOP_S = 1800.0, 12.0
 # Private files of the mirror in the folder of a run. The identifier of the folder exists while the folder is whole.
 PRIVATE, IDENTIFIER = ".mirror", "id"
 # Seconds between two uploads, unless there are other checkpoints than at the last one.
@@ -165,6 +165,9 @@ class Mirror:
         self._stored = {*files.values()}
         if not files or self.id and own and own >= find_position(files):
             return
+        seen, now = self._file.with_name("copied"), f"{self.newest.number} {self.newest.id}"
+        if not with_checkpoints and seen.is_file() and seen.read_text() == now:  # what other commands wrote there stays
+            return
         self.id = ""
         self._file.unlink(missing_ok=True)
         wanted, restored = [name for name in files if with_checkpoints or not is_checkpoint(name)], set[str]()
@@ -178,6 +181,8 @@ class Mirror:
                 self._stored.discard(entry)
         if any(map(is_checkpoint, wanted)) and not any(map(is_checkpoint, restored)):
             raise MirrorError(f"{self.log.url}: all checkpoints are damaged; fix: set another OUT_DIR")
+        if not with_checkpoints:
+            seen.write_text(now)
 
     def list_files(self) -> list[str]:
         """Return the names of the files to mirror: the newest checkpoint first, so that no other file is older."""

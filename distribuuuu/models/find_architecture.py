@@ -78,7 +78,10 @@ class ModelSpec:
         except Exception as error:
             if not (self.kwargs or self.im_size):
                 raise
-            raise self._rejection(error) from error
+            keys = [f"MODEL.KWARGS.{name}" for name in self.kwargs] + ["TRAIN.IM_SIZE"] * len(self.im_size)
+            given = ", ".join(f"{name}={value!r}" for name, value in {**self.kwargs, **self.im_size}.items())
+            message = f"{self.arch.name} rejects {given}: {str(error) or type(error).__name__}"
+            raise ConfigError(Problem(tuple(keys), message)) from error
 
     def build_on_meta(self) -> nn.Module | None:
         """Return the model without memory or random numbers; None if its constructor computes with real tensors."""
@@ -95,12 +98,6 @@ class ModelSpec:
         named = inspect.signature(self.arch.constructor).parameters
         name = "in_chans" if self.arch.source == "timm" else next((one for one in CHANNEL_NAMES if one in named), "")
         return {name: self.channels} if name and self.channels != 3 else {}
-
-    def _rejection(self, error: Exception) -> ConfigError:
-        keys = [f"MODEL.KWARGS.{name}" for name in self.kwargs] + ["TRAIN.IM_SIZE"] * len(self.im_size)
-        given = ", ".join(f"{name}={value!r}" for name, value in {**self.kwargs, **self.im_size}.items())
-        message = f"{self.arch.name} rejects {given}: {str(error) or type(error).__name__}"
-        return ConfigError(Problem(tuple(keys), message))
 
 
 @contextlib.contextmanager
@@ -171,9 +168,7 @@ def list_names(source: str) -> dict[str, list[str] | None]:
         return dict.fromkeys([*names, *tags])
     own = {name: MODELS.get(name) for name in MODELS.names()}
     keywords = {name: named_parameters(one) for name, one in own.items() if one.__module__.partition(".")[0] in SOURCES}
-    return {
-        name: None if is_open else settable_parameters(parameters) for name, (parameters, is_open) in keywords.items()
-    }
+    return {name: None if is_open else settable_parameters(given) for name, (given, is_open) in keywords.items()}
 
 
 def settable_parameters(parameters: Parameters) -> list[str]:

@@ -160,10 +160,8 @@ def load_backbone(
         if 2 * len(missing) > len(names):
             name, num = missing[0], counted(len(names), "tensor")
             got = tuple(theirs[name].shape) if name in theirs else "missing"
-            example = f"{name}: expected {tuple(own[name].shape)}, got {got}"
-            raise IncompatibleWeightsError(
-                f"{len(missing)} of {num} of the backbone do not match, e.g. {example}{order}"
-            )
+            first = f"{name}: expected {tuple(own[name].shape)}, got {got}"
+            raise IncompatibleWeightsError(f"{len(missing)} of {num} of the backbone do not match, e.g. {first}{order}")
     model.load_state_dict(loaded, strict=False)
     initialize_head(model, skipped)
     new_head = {name: tensor for name, tensor in own.items() if layer_of(name) in skipped and name in theirs}

@@ -262,9 +262,8 @@ def read_backbone(backbone: Backbone, num_classes: int) -> dict[str, Any]:
     source, arguments = find_published(arch)
     try:
         with torch.random.fork_rng(devices=[]), quick_without_network():
-            model = ModelSpec(
-                arch, num_classes if backbone.num_classes is None else backbone.num_classes, {}, {}
-            ).build(**arguments)
+            num = num_classes if backbone.num_classes is None else backbone.num_classes
+            model = ModelSpec(arch, num, {}, {}).build(**arguments)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         cached = Path(torch.hub.get_dir(), "checkpoints", source.rpartition("/")[2])
         if cached.is_file() and (what := explain_no_weights(cached, "")):

@@ -101,7 +101,7 @@ def format_decimal(value: float, width: int, decimals: int = 4) -> str:
 
 def format_result(result: Mapping[str, float], labels: Mapping[str, str], decimals: int) -> str:
     """Return the metrics of an evaluation by display name, further means, and the loss: 'top1 71.32 loss 0.8123'."""
-    metrics = [f"{label} {result[name]:.{decimals}f}" for name, label in labels.items()]
+    metrics = [f"{label} {result[name]:.{decimals}f}" for name, label in labels.items() if name != "loss"]
     others = [name for name in result if name not in ("count", "loss", *labels)]
     return " ".join([*metrics, *(f"{name} {format_decimal(result[name], 6)}" for name in (*others, "loss"))])
 

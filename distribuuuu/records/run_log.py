@@ -174,7 +174,7 @@ class Log:
         totals = {"epoch": self.num_epochs, "step": self.num_steps}
         self._widths = {name: max(len(name), 2 * len(str(total)) + 1) for name, total in totals.items()}
         labels = (*self.train_metrics.values(), *self._means)
-        self._widths |= {"loss": 6, **{label: max(5, len(label)) for label in labels}}
+        self._widths |= {"loss": 6, **{label: max(5 + (label == "loss"), len(label)) for label in labels}}
         self._widths |= {"lr": 6, "img/s": 5, "data": 4, "eta": 6}
         self._num_rows = 0
 
@@ -244,7 +244,7 @@ class Log:
         self._show_in_bar(f"run {format_duration(speed['eta_s'])}, loss {metrics['loss']:.3f}{first}")
         values = {label: format_decimal(metrics[name], 5, decimals=2) for name, label in self.train_metrics.items()}
         values |= {name: format_decimal(metrics.get(name, 0.0), 6) for name in self._means}
-        cells = {"loss": format_decimal(metrics["loss"], 6), **values, "data": f"{speed['wait']:.0%}"}
+        cells = {**values, "loss": format_decimal(metrics["loss"], 6), "data": f"{speed['wait']:.0%}"}
         self._add_row(now, position, lr, speed["images_per_s"], speed["eta_s"], cells)
 
     def _show_in_bar(self, text: str = "") -> None:
@@ -302,7 +302,7 @@ class Log:
             self._write(kind, epoch, self._end, entries)
             values = format_result(metrics, self.eval_metrics, decimals=2)
             logger.info("validation, epoch %d%s: %s", epoch + 1, suffix, values)
-            self._evaluation = f"val {values.split(' ')[1 if self.eval_metrics else -1]}"
+            self._evaluation = f"val {values.split(' ')[-1 if selecting == 'loss' else 1]}"
             best_texts.append(f"{suffix[2:]} {best.describe(selecting)}".lstrip())
             if math.isnan(metrics.get(next(iter(self.eval_metrics), "loss"), 0.0)):
                 message = "validation, epoch %d%s: %s is not a number and cannot select the best weights"

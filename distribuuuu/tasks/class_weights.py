@@ -48,7 +48,9 @@ def find_class_weights(key: str, value: str | Sequence[float], images: ImageData
         unknown = [f"{name}{did_you_mean(name, images.classes)}" for name in given if name not in images.classes]
         if unknown:
             raise ConfigError(Problem(key, f"names classes that the data lacks: {first_few(unknown)}"))
-        return [float(given.get(name, 1)) for name in images.classes]
+        if not any(numbers := [float(given.get(name, 1)) for name in images.classes]):
+            raise ConfigError(Problem(key, "expected 0 or more, not all 0"))
+        return numbers
     counts = count_labels(images)
     if key == "LOSS.POSITIVE_WEIGHT":
         weights = torch.where(counts > 0, (len(images) - counts) / counts.clamp(min=1), 1.0)
