@@ -2,7 +2,7 @@
 
 Matrix products tolerate 16 bits; sums and logarithms need more. The weights stay in fp32, or small updates are lost.
 Autocast is a table: cast the inputs of some functions down, of others up, and leave the rest unchanged. bf16 has the
-exponent range of fp32 and needs nothing else. In fp16 gradients below 6e-8 become zero. Therefore the loss is
+exponent range of fp32 and needs nothing else. In fp16 gradients below 3e-8 become zero. Therefore the loss is
 multiplied by a large power of two before the backward pass, and the gradients are divided by it afterwards. If the
 scale is too large, gradients are inf: the step is skipped and the scale halved. After several finite steps it is
 doubled (Micikevicius et al., 2018, Mixed Precision Training). The loss here has weight 1e-5, like an auxiliary loss.

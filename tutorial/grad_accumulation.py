@@ -6,7 +6,7 @@ images of the whole batch. The mean loss of each micro-batch, divided by the num
 all have the same size: the last batch of an epoch, padding and masked tokens break it. Batch norm always breaks it,
 because it normalizes over the micro-batch (group norm normalizes each image separately).
 
-DDP averages gradients at the end of every backward pass, but only the last average is needed: `no_sync` skips the
+DDP averages gradients during every backward pass, but only the last average is needed: `no_sync` skips the
 others (Li et al., 2020, PyTorch Distributed, section 3.2.4). Double precision separates rounding from real errors.
 
 Run:

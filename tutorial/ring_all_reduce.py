@@ -2,8 +2,8 @@
 
 The tensor is split into N chunks. In N - 1 steps each rank sends a chunk to its right neighbor and adds the chunk from
 its left neighbor; then it holds one chunk of the sum (reduce-scatter). In N - 1 more steps the complete chunks are
-passed around (all-gather). Summing on rank 0, or along a binary tree, moves the same total of 2(N-1) tensors but loads
-the busiest link more. The cost of the ring is the latency of 2(N-1) steps, so trees are faster for small messages.
+passed around (all-gather). Summing on rank 0, or along a binomial tree, moves the same total of 2(N-1) tensors but
+loads the busiest link more. The cost of the ring is the latency of 2(N-1) steps, so trees suit small messages.
 If N does not divide the size, some chunks have one more element; the mean over ranks is exactly 2(N-1)/N.
 Sources: Patarasuk and Yuan, 2009, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations"; Gibiansky,
 2017, "Bringing HPC Techniques to Deep Learning"; Thakur et al., 2005, "Optimization of Collective Communication".
@@ -78,7 +78,7 @@ def naive(x, channel):
 
 
 def tree(x, channel):
-    """Sum x up a binary tree and send the result down; ranks of an edge differ by a power of two."""
+    """Sum x up a binomial tree and send the result down; ranks of an edge differ by a power of two."""
     edges = [(child, child - (child & -child)) for child in range(1, channel.n)]
     edges.sort(key=lambda edge: edge[0] - edge[1])  # short edges first: complete each subtree before sending it
     for operation, ordered in ((reduce_edge, edges), (broadcast_edge, edges[::-1])):

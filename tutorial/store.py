@@ -2,7 +2,7 @@
 
 Before processes can communicate, they need each other's addresses. They exchange them through a key-value store at one
 known address. init_process_group opens the store used here; each rank writes its own address and reads those of the
-others. torchrun keeps its list of live workers in such a store. This lesson has no process group: a message, a counter,
+others. torchrun keeps its list of live nodes in such a store. This lesson has no process group: a message, a counter,
 a barrier and a check for missing ranks are built from set, get, add, wait and check.
 Sources: the torch.distributed documentation, "Distributed Key-Value Store"; Mellor-Crummey and Scott, 1991,
 "Algorithms for Scalable Synchronization on Shared-Memory Multiprocessors" (a barrier from a counter and a flag).

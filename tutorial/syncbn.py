@@ -6,8 +6,8 @@ and the count over all processes: one all-reduce per layer in the forward pass. 
 all-reduce in the backward pass. Since counts are summed too, the shards may be uneven. (nn.SyncBatchNorm of torch runs
 on GPUs only; there it is compared as well.)
 
-Do not use it if every process has enough images. The error of the mean of b images is 1/sqrt(b). Above about 32 images
-per process there is no benefit, and each layer waits twice per step for the slowest process, without overlap.
+Do not use it if every process has enough images. The error of the mean of b images falls as 1/sqrt(b). Above about 32
+images per process there is no benefit, and each layer waits twice per step for the slowest process, without overlap.
 
 Run:
     torchrun --standalone --nproc_per_node=3 tutorial/syncbn.py

@@ -2,7 +2,7 @@
 
 The norm of the output of each stage of the model is a sum in `StepOutput.sums`: its mean over the images is shown with
 the metrics, for training and evaluation. After each evaluation, the trust ratio of each weight in the last step is
-logged: the norm of the weight over that of its gradient, by which LARS multiplies the rate (not with TRAIN.AMP fp16).
+logged: the norm of the weight over that of its gradient, from which LARS computes its rate (not with TRAIN.AMP fp16).
 
     distribuuuu train --cfg docs/examples/layer_norms.yaml
 

@@ -84,7 +84,7 @@ class LdamDrw(Loss):
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if targets.is_floating_point():
             raise ConfigError("LOSS.NAME: ldam_drw expects labels; fix: set AUG.MIXUP and AUG.CUTMIX to 0")
-        margins = self.margins.to(logits.device) * F.one_hot(targets, logits.shape[1])
-        logits = self.settings.scale * (self.upcast(logits) - margins)
-        weights = None if self.weights is None else self.weights.to(logits.device)
-        return F.cross_entropy(logits, targets, weights, reduction="none").mean()
+        self.margins = self.margins.to(logits.device)  # copied in the first step only
+        logits = self.settings.scale * (self.upcast(logits) - self.margins * F.one_hot(targets, logits.shape[1]))
+        self.weights = None if self.weights is None else self.weights.to(logits.device)
+        return F.cross_entropy(logits, targets, self.weights, reduction="none").mean()

@@ -73,7 +73,7 @@ class MaskedAutoencoding(Task):
         return Autoencoder(model, self.settings.keep)
 
     def run(self, model: nn.Module, batch: Batch, *position: int) -> StepOutput:
-        """Return the loss of a batch, with a mask for each image."""
+        """Return the loss of a batch, with a mask for each image; a GPU waits, as the host draws the masks."""
         generators = (torch.Generator().manual_seed(derive_seed(*position, index)) for index in batch.index.tolist())
         noise = torch.stack([torch.rand(self.num_patches, generator=generator) for generator in generators])
         with self.autocast():

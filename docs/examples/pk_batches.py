@@ -32,7 +32,9 @@ class PkBatches(Classification):
         order = []
         for _ in range(len(self.labels) // plan.global_batch):
             chosen = present[torch.randperm(len(present), generator=generator)].repeat(plan.global_batch)
+            batch = []
             for label in chosen[: -(-plan.global_batch // k)].tolist():
                 own = members[label]
-                order.append(own[torch.randint(len(own), (k,), generator=generator)])
+                batch.append(own[torch.randint(len(own), (k,), generator=generator)])
+            order.append(torch.cat(batch)[: plan.global_batch])
         return torch.cat(order)

@@ -28,19 +28,17 @@ class Sam(Classification):
     def update(self, step) -> None:
         """Move the weights to the worst point, compute the gradients there, move back, and take the step."""
         step.gradients()
-        weights = [weight for weight in self.state.model.parameters() if weight.grad is not None]
+        model = self.state.model
+        weights = [weight for weight in model.parameters() if weight.grad is not None]
         grads = [weight.grad for weight in weights]
         scale = self.settings.rho / (nn.utils.get_total_norm(grads) + 1e-12)  # also right if float16 scales them
-        before = [weight.detach().clone() for weight in weights]
+        norms = [layer for layer in model.modules() if hasattr(layer, "running_mean")]
+        kept = [*weights, *(buffer for layer in norms for buffer in layer.buffers(recurse=False))]
+        before = [tensor.detach().clone() for tensor in kept]  # the statistics are those of the first pass
         with torch.no_grad():
             torch._foreach_add_(weights, torch._foreach_mul(grads, scale))
-        momenta = {layer: layer.momentum for layer in self.state.model.modules() if hasattr(layer, "running_mean")}
-        for layer in momenta:  # its statistics are those of the first pass
-            layer.momentum = 0.0
         step.gradients(in_metrics=False)
-        for layer, momentum in momenta.items():
-            layer.momentum = momentum
         with torch.no_grad():
-            for weight, original in zip(weights, before, strict=True):
-                weight.copy_(original)
+            for tensor, original in zip(kept, before, strict=True):
+                tensor.copy_(original)
         step.apply()

@@ -8,6 +8,7 @@ The average is evaluated, saved as best_swa.pth.tar, and reported like the EMA o
 The paper recomputes the statistics of batch norms for the average: MODEL.PRECISE_BN.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,14 @@ class StochasticWeightAveraging(Classification):
         return {"swa": self.swa}
 
     def prepare_training(self, plan, images, num_steps: int) -> None:
-        """Tell the average the number of steps of an epoch."""
+        """Keep the number of steps of a whole epoch."""
         super().prepare_training(plan, images, num_steps)
-        self.swa.num_steps = num_steps
+        self.num_steps = num_steps
+
+    def begin_epoch(self, epoch: int) -> str | None:
+        """Tell the average the number of steps of this epoch, of which the task may choose fewer images."""
+        chosen, optim = self.state.chosen, self.cfg.OPTIM
+        num_steps = self.num_steps if chosen is None else len(chosen) // self.state.global_batch
+        is_last = epoch + 1 == optim.MAX_EPOCH
+        self.swa.num_steps = math.ceil(num_steps * optim.LAST_EPOCH - 1e-9) if is_last else num_steps
+        return super().begin_epoch(epoch)

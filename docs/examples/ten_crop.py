@@ -2,7 +2,7 @@
 
     distribuuuu test exp/run PLUGINS docs/examples/ten_crop.py TASK.MIXINS "[ten_crop]"
 
-With `TEST.CROP` larger than the side of a crop, e.g. `TEST.CROP_SIZE 36` and `size: 32`.
+`TEST.CROP_SIZE` must be at least the side of a crop, e.g. `TEST.CROP_SIZE 36 TASK.KWARGS.size 32`.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from distribuuuu.tasks.classification import Classification
 
 @TASKS.register("update_norms")
 class UpdateNorms(Classification):
-    """Classification whose rows of metrics have the norm of the update of their own step."""
+    """Classification that adds the norm of the update of a step to the row of metrics of that step."""
 
     @torch.no_grad()
     def flat(self) -> torch.Tensor:

@@ -163,7 +163,6 @@ def train_then_evaluate(cfg) -> float:
 
 @pytest.mark.slow
 def test_several_groups_of_the_same_processes_follow_each_other(small_cfg):
-    first, second = on_processes(
-        2, train_then_evaluate, small_cfg("TRAIN.BATCH_SIZE", 6, "OPTIM.MAX_EPOCH", 1, "DIST.TIMEOUT_S", 20)
-    )
+    cfg = small_cfg("TRAIN.BATCH_SIZE", 6, "OPTIM.MAX_EPOCH", 1, "DIST.TIMEOUT_S", 20)
+    first, second = on_processes(2, train_then_evaluate, cfg)
     assert first == second

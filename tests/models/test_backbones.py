@@ -97,9 +97,8 @@ def test_a_missing_network_is_an_error_at_once_and_a_proxy_is_asked(name, monkey
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(published_files, "getproxies", dict)
-    assert "127.0.0.1 cannot be reached, and the files are not in the cache" in message_of(
-        lambda: read_backbone(resolve_backbone(name), 5)
-    )
+    message = message_of(lambda: read_backbone(resolve_backbone(name), 5))
+    assert "127.0.0.1 cannot be reached, and the files are not in the cache" in message
     assert not constants.HF_HUB_OFFLINE
     monkeypatch.setattr(published_files, "getproxies", lambda: {"https": "http://proxy"})
     with published_files.quick_without_network():
