@@ -12,17 +12,9 @@ from collections.abc import Callable
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.files.untrusted import printable
+from distribuuuu.launch import signals
 from distribuuuu.launch.detect import was_launched
-from distribuuuu.launch.signals import (
-    STATUS_OF,
-    RunStopped,
-    SignalState,
-    end_process,
-    exit_now,
-    handled_by,
-    is_first_process,
-    print_stack_on_quit,
-)
+from distribuuuu.launch.signals import RunStopped, SignalState, end_process, exit_now, handled_by, is_first_process
 
 # Seconds in which a launcher ends a process whose error the first process has reported too.
 SAME_ERROR_S = 2.0
@@ -54,7 +46,7 @@ def run_guarded(run: Callable[[], int]) -> int:
     The exit status is that of the function, of a ConfigError (2 by default), or of a signal, see signals.py.
     """
     tolerate_closed_stderr()
-    print_stack_on_quit()
+    signals.print_stack_on_quit()
     # On the CPU the loader workers and the model's threads share the cores. A thread that spins while it waits for one
     # that has no core makes a step twenty times slower. OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -65,7 +57,7 @@ def run_guarded(run: Callable[[], int]) -> int:
 
         die_with_parent(signal.SIGTERM)
         if has_lost_launcher():  # before the line above
-            return STATUS_OF[signal.SIGTERM]
+            return signals.STATUS_OF[signal.SIGTERM]
     with handled_by(exit_now):
         try:
             return run()

@@ -4,17 +4,10 @@ import reprlib
 from collections.abc import Iterator
 from typing import Any
 
+from distribuuuu.config import derived
 from distribuuuu.config.config_node import Config, get_value
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import (
-    CONDITIONS,
-    eval_crop_size,
-    eval_resize,
-    height_and_width,
-    needs_statistics,
-    show_size,
-    training_crop,
-)
+from distribuuuu.config.derived import eval_crop_size, eval_resize, height_and_width, needs_statistics, show_size
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.registry import BUILT_IN_TASKS, SETTINGS, dataset_class
@@ -84,7 +77,7 @@ def _images(cfg: Config) -> Iterator[Conflict]:
     for key, most, words in (("CROP_SCALE", 1, " <= 1"), ("CROP_RATIO", float("inf"), "")):
         is_range = len(data[key]) == 2 and 0 < data[key][0] <= data[key][1] <= most
         yield f"DATA.{key}", not is_range, f"expected two numbers, 0 < min <= max{words}"
-    is_random = training_crop(cfg) == "resized" and cfg.AUG.POLICY not in _TORCHVISION_POLICIES
+    is_random = derived.training_crop(cfg) == "resized" and cfg.AUG.POLICY not in _TORCHVISION_POLICIES
     expected = "expected bilinear or bicubic, unless DATA.CROP is resized and AUG.POLICY none or of timm"
     yield "DATA.INTERPOLATION", data.INTERPOLATION == "random" and not is_random, expected
     lacks = (data.CHANNELS, data.PIXELS) != (3, "uint8") and not cfg.MODEL.DUMMY_INPUT and needs_statistics(cfg)
@@ -162,7 +155,7 @@ def find_unused_options(cfg: Config) -> list[Problem]:
         if (value := get_value(cfg, key)) == option.default:
             continue
         last = max(value if isinstance(value, tuple) else (value,)) if option.is_epoch else -1
-        if option.needs and not CONDITIONS[option.needs](cfg):
+        if option.needs and not derived.CONDITIONS[option.needs](cfg):
             found.append(Problem(key, f"{_show(cfg, key)} has no effect; it needs {option.needs}", cfg.origins))
         elif 0 < cfg.OPTIM.MAX_EPOCH <= last:
             message = f"epoch {last} is not reached; it needs OPTIM.MAX_EPOCH above {last}"

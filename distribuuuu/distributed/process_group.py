@@ -30,7 +30,7 @@ def pick_device(local_rank: int) -> torch.device:
         device = torch.device("cuda", local_rank % num_gpus)  # with one visible GPU, each process was given its own
         torch.cuda.set_device(device)
         return device
-    if torch.backends.mps.is_available() and "RANK" not in os.environ:
+    if torch.backends.mps.is_available() and os.environ.get("WORLD_SIZE", "1") == "1":
         return torch.device("mps")
     return torch.device("cpu")
 

@@ -47,6 +47,7 @@ class PartitionedOptimizer(Optimizer):
         """
         _copy_settings(self.param_groups, self.optim.param_groups)
         self.optim.step()
+        _copy_settings(self.optim.param_groups, self.param_groups)  # with the counters that some keep there
         _exchange(self._shares)
 
     def state_dict(self) -> dict[str, Any]:

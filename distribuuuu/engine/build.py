@@ -151,7 +151,9 @@ def build_training(
     # The tensors that checkpoints leave out come from where they came from at the first start.
     leaves_out = type(task).unsaved_tensors is not Task.unsaved_tensors or cfg.FINETUNE.LORA
     is_pretrained = latest is None or bool(leaves_out)
-    state = task.state = build_state(cfg, task, loader, precision, is_pretrained)
+    # What is drawn again is drawn with the seed of the first start.
+    seed = read_checkpoint(latest, to_resume=True)["seed"] if latest and leaves_out else cfg.RNG_SEED
+    state = task.state = build_state(cfg, task, loader, precision, is_pretrained, seed)
     state.data = data or {}
     content = resume_or_load_weights(cfg, state, latest)
     if state.images_seen < 0:  # the checkpoint does not tell
@@ -218,9 +220,11 @@ def check_warmup(cfg) -> None:
         raise ConfigError(Problem("OPTIM.WARMUP_EPOCHS", message, cfg.origins))
 
 
-def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pretrained: bool) -> TrainState:
+def build_state(
+    cfg, task: Task, loader: TrainLoader, precision: Precision, pretrained: bool, seed: int | None = None
+) -> TrainState:
     """Return the state before the first step; with published weights or FINETUNE.WEIGHTS if `pretrained`."""
-    seed = dist.broadcast_object(secrets.randbits(31)) if cfg.RNG_SEED is None else cfg.RNG_SEED
+    seed = dist.broadcast_object(secrets.randbits(31)) if seed is None else seed
     seed_cpu(derive_seed(seed))
     model = build_initial_model(cfg, loader.images.classes, pretrained)
     model = task.adapt_model(model)

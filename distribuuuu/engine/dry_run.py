@@ -57,6 +57,9 @@ def dry_run_training(
             model.eval()
             sum_output(model(images[:1])).backward()  # adds to the gradients of training
             unused = _without_gradient(model)
+    if lost := [name for name in unused if ".lora_" in name]:
+        message = f"{cfg.MODEL.ARCH} reads the weight of a layer without a call: {lost[0]}; fix: leave this layer out"
+        raise ConfigError(Problem("FINETUNE.LORA.targets", message, cfg.origins))
     if unused:
         logger.warning("%s without a gradient, not trained: %s", counted(len(unused), "parameter"), first_few(unused))
     return unused, len(skipped) > len(unused)

@@ -8,6 +8,7 @@ from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.model_names import PUBLISHED, is_published, names_backbone
+from distribuuuu.config.registry import task_class
 from distribuuuu.models.find_architecture import build_model_spec
 
 
@@ -73,8 +74,9 @@ def _pattern_problems(cfg, model: nn.Module | None) -> Iterator[Problem]:
         from distribuuuu.models.lora import find_targets
 
         checks.append((find_targets, cfg, model, find_head(cfg, model)))
-    checks.append((freeze, model, [pattern for pattern in tune.FREEZE if pattern != BACKBONE]))
-    checks += [(lr_multipliers, model, tune.LR_MULT), (exempt_parameters, model, cfg.OPTIM.NO_WEIGHT_DECAY)]
+    if not tune.LORA and task_class(cfg).adapt_model.__module__ == "distribuuuu.tasks.base":  # else other names follow
+        checks.append((freeze, model, [pattern for pattern in tune.FREEZE if pattern != BACKBONE]))
+        checks += [(lr_multipliers, model, tune.LR_MULT), (exempt_parameters, model, cfg.OPTIM.NO_WEIGHT_DECAY)]
     for check, *arguments in checks:
         try:
             check(*arguments)

@@ -183,7 +183,7 @@ def _rename(model: nn.Module, state_dict: Tensors, head: Collection[str]) -> tup
     backbone = {name for name in own if layer_of(name) not in head}
     theirs = adapt_input_of(model, strip_wrappers(state_dict, own))
     if not backbone <= _match(own, theirs).keys():
-        converted = strip_wrappers(convert_by_timm(model, theirs), own)
+        converted = adapt_input_of(model, strip_wrappers(convert_by_timm(model, theirs), own))
         theirs = max(theirs, converted, key=lambda tensors: len(_match(own, tensors)))
     if 2 * len(backbone & _match(own, theirs).keys()) < len(backbone):
         try:
@@ -214,13 +214,11 @@ def _copy_rows(own: torch.Tensor, given: torch.Tensor, rows: Mapping[int, int], 
 
 
 def adapt_input_of(model: nn.Module, tensors: Tensors) -> Tensors:
-    """Return the tensors of a file of RGB images, the first convolution adapted to the channels of the model."""
-    kernels = (name for name, tensor in model.state_dict().items() if tensor.ndim == 4)
-    name = next(kernels, "")
-    own, given = model.state_dict().get(name), tensors.get(name)
-    if own is None or given is None or given.ndim != 4 or given.shape[1] != 3 or own.shape[1] == 3:
-        return tensors
-    return {**tensors, name: adapt_input(given, own.shape[1])}
+    """Return the tensors of a file of RGB images, the first convolutions adapted to the channels of the model."""
+    own = model.state_dict()
+    stems = [name for name, given in tensors.items() if name in own and given.ndim == own[name].ndim == 4
+             and given.shape[1] == 3 != own[name].shape[1] and given[:, 0].shape == own[name][:, 0].shape]  # fmt: skip
+    return {**tensors, **{name: adapt_input(tensors[name], own[name].shape[1]) for name in stems}}
 
 
 def convert_by_timm(model: nn.Module, state_dict: Tensors) -> Tensors:

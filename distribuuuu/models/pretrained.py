@@ -301,6 +301,8 @@ def _of_torchvision(weights: Any) -> dict[str, Any]:
         return {}
     crop, resize, name = preset.crop_size[0], preset.resize_size[0], preset.interpolation.value
     statistics = {"DATA.MEAN": tuple(preset.mean), "DATA.STD": tuple(preset.std)}
+    if type(weights).__name__ in ("GoogLeNet_Weights", "Inception_V3_Weights"):  # torchvision's `transform_input`
+        statistics = dict.fromkeys(statistics, (0.5, 0.5, 0.5))
     sizes = {"TRAIN.IM_SIZE": crop, "TEST.IM_SIZE": resize, "TEST.CROP": "center"}
     return {**statistics, **sizes, "DATA.INTERPOLATION": name, "TEST.INTERPOLATION": name}
 

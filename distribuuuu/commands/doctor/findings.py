@@ -28,15 +28,8 @@ from distribuuuu.data.datasets.targets import match_forms
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
 from distribuuuu.data.image_faults import explain_fault
 from distribuuuu.files.image_files import EXTENSIONS, list_classes
-from distribuuuu.hints.sources import (
-    access_problem,
-    count_others,
-    describe_files,
-    describe_imagenet,
-    explain_folder,
-    find_inner_root,
-    split_command,
-)
+from distribuuuu.hints import sources
+from distribuuuu.hints.sources import describe_files, describe_imagenet, explain_folder, find_inner_root, split_command
 from distribuuuu.records.run_log import progress
 
 Splits = dict[str, ImageDataset]
@@ -56,7 +49,7 @@ def open_folder(root: Path) -> Splits:
     Layouts: SPLIT/CLASS/IMAGE and CLASS/IMAGE. Folders are splits if their names are those of `find_splits`. Another
     layout, or a folder that cannot be listed, is a ConfigError.
     """
-    if reason := access_problem(root):
+    if reason := sources.access_problem(root):
         raise ConfigError(Problem("FOLDER", f"{root} cannot be listed: {reason}"))
     if hint := describe_imagenet(root):
         command = f"distribuuuu doctor DATA.NAME imagenet TRAIN.DATASET {shlex.quote(str(root))}"
@@ -188,7 +181,7 @@ def _class_findings(splits: Splits, counts: dict[str, dict[str, int]], options: 
         if not count and (name in folders or splits[name].targets == "label" and name == trained)
     ]
     if empty:
-        held, _, fix = count_others(Path(), empty).partition("; fix: ")
+        held, _, fix = sources.count_others(Path(), empty).partition("; fix: ")
         yield _found("empty_class", empty, counted(len(empty), "class"), held, fix=f"add images, or {fix}")
     notes = [note for images in splits.values() for note in images.notes()]
     for split in others:

@@ -69,7 +69,9 @@ def find_fitting(path: str, content: Mapping[str, Any]) -> list[str]:
 
 def backbone_options(backbone: Backbone) -> dict[str, Any]:
     """Return the options of a training that starts with a backbone."""
-    own = {key: value for key, value in backbone.options.items() if key.startswith("MODEL.KWARGS.")}
+    images = {"DATA.CHANNELS": 3, "DATA.PIXELS": "uint8"}
+    own = {key: value for key, value in backbone.options.items()
+           if key.startswith("MODEL.KWARGS.") or images.get(key, value) != value}  # fmt: skip
     return {**own, **({"MODEL.ARCH": backbone.arch} if backbone.arch else {}), "FINETUNE.WEIGHTS": backbone.name}
 
 

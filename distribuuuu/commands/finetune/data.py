@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -19,7 +20,8 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.table_file import sort_labels, without_fractions
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions
-from distribuuuu.files.image_files import SPLIT_NAMES, TABLE_ENDINGS, TRAIN_NAMES, find_tables, list_classes
+from distribuuuu.files import image_files
+from distribuuuu.files.image_files import SPLIT_NAMES, TRAIN_NAMES, find_tables, holds_images, list_classes
 from distribuuuu.inference.forward_chunks import UnlabeledImages
 
 PARTS = (TRAIN, "val", "test")
@@ -41,14 +43,15 @@ def list_sources(source: Path, words: Sequence[str]) -> tuple[Images, dict[str, 
         found, given = splitting.list_table_splits(source, words), source.parent
     else:
         given, names = source, find_splits(list_classes(source), source)
-        every = find_tables(source)
+        every, num_folders = find_tables(source), sum(holds_images(source / name) for name in list_classes(source))
         tables = [name for name in every if Path(name).stem.lower() in SPLIT_NAMES]
-        if names:
+        if names and (list_classes(source / names[0]) or not every):
             found = {name: list_images(source / name) for name in names}
         elif tables:
-            tables.sort(key=lambda name: -[*TABLE_ENDINGS].index(Path(name).suffix.lower()))  # the last one counts
+            endings = [*image_files.TABLE_ENDINGS]  # of two tables of a split, the first of these counts
+            tables.sort(key=lambda name: -endings.index(Path(name).suffix.lower()))
             found = {Path(name).stem: splitting.list_table_images(source / name, words) for name in tables}
-        elif len(every) == 1 and len(list_classes(source)) < 2:
+        elif len(every) == 1 and (words or names or num_folders < 2):
             found = splitting.list_table_splits(source / every[0], words)
         else:
             found = {"": list_images(source)}
@@ -70,7 +73,7 @@ def _merge(folder: Path, found: dict[str, Images]) -> tuple[Images, dict[str, li
         if split:
             parts.setdefault(part, []).extend(range(len(names), len(names) + len(own.names)))
         names += [name if os.path.isabs(name) else os.path.relpath(own.folder / name, folder) for name in own.names]
-        rows += [[own.classes[label].rstrip()] for label in own.labels]
+        rows += [[unicodedata.normalize("NFC", own.classes[label].rstrip())] for label in own.labels]
     without_fractions(rows)
     labels = [row[0] for row in rows]
     classes = tuple(sort_labels({labels[index] for index in parts.get(TRAIN, range(len(labels)))}))

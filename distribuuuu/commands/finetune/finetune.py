@@ -71,7 +71,7 @@ def prepare(parser: CommandParser, args: Sequence[str]) -> argparse.Namespace:
         ConfigError: with every problem that is known before torch is imported.
     """
     flags, rest, problems = parse_flags(parser, args)
-    flags.overrides, flags.given, flags.folder = rest, flags.folder, Path(flags.folder)
+    flags.overrides, flags.given, flags.folder = rest, flags.folder, Path(flags.folder).expanduser()
     flags.pairs = [*zip(rest[::2], rest[1::2], strict=False)]
     of_data = _NAMED if "DATA.NAME" in rest[::2] else ("DATA.TABLE",)
     flags.data = [word for pair in flags.pairs if pair[0].startswith(of_data) for word in pair]
@@ -93,7 +93,7 @@ def prepare(parser: CommandParser, args: Sequence[str]) -> argparse.Namespace:
     if problems:
         raise ConfigError(problems)
     source = flags.folder.resolve()
-    flags.out = Path(flags.out or os.path.join("exp", source.name if source.is_dir() else source.stem))
+    flags.out = Path(flags.out or os.path.join("exp", source.name if source.is_dir() else source.stem)).expanduser()
     check_out("--out", flags.out)
     check_other_run(flags.out)
     return flags

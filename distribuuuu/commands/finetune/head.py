@@ -52,11 +52,13 @@ class Probe(NamedTuple):
 
 
 def open_backbone(cfg: Config, classes: Sequence[str], source: str) -> LoadedRun:
-    """Return the model of a config with its initial weights, and a random head, which depends on the seed."""
+    """Return the model of a config with its initial weights and a random head; errors as for `find_head_layers`."""
     seed_cpu(derive_seed(cfg.RNG_SEED))
     model = build_initial_model(cfg, tuple(classes), pretrained=True)
     tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    return LoadedRun(source, RAW, cfg, tuple(classes), tensors, has_classifier=False)
+    run = LoadedRun(source, RAW, cfg, tuple(classes), tensors, has_classifier=False)
+    find_head_layers(run)
+    return run
 
 
 def fit_probe(parts: dict[str, Part], num_classes: int) -> Probe:
@@ -81,17 +83,20 @@ def fit_probe(parts: dict[str, Part], num_classes: int) -> Probe:
     return Probe(folded[:-1].T.contiguous(), folded[-1].clone(), penalty, calibration, correct)
 
 
-def set_head(run: LoadedRun, probe: Probe) -> dict[str, Tensor]:
-    """Return the weights of a run with the head of its probe, which replaces its last layers.
-
-    Raises:
-        ConfigError: the last layer has no bias, or is not known, see `find_classifiers`.
-    """
-    tensors, size = dict(run.state_dict or {}), height_and_width(run.transform.crop.size)
+def find_head_layers(run: LoadedRun) -> list[str]:
+    """Return the names of the last layers of a run; ConfigError: one has no bias, or as `find_classifiers`."""
+    size = height_and_width(run.transform.crop.size)
     layers = find_classifiers(run, torch.zeros(1, run.cfg.DATA.CHANNELS, *size, device=run.device))
-    for name in (name for name, layer in run.model.named_modules() if any(layer is one for one in layers)):
-        if f"{name}.bias" not in tensors:
-            raise ConfigError(f"--backbone: the last layer of {run.cfg.MODEL.ARCH} has no bias; fix: another backbone")
+    names = [name for name, layer in run.model.named_modules() if any(layer is one for one in layers)]
+    if any(f"{name}.bias" not in (run.state_dict or {}) for name in names):
+        raise ConfigError(f"--backbone: the last layer of {run.cfg.MODEL.ARCH} has no bias; fix: another backbone")
+    return names
+
+
+def set_head(run: LoadedRun, probe: Probe) -> dict[str, Tensor]:
+    """Return the weights of a run with the head of its probe, which replaces its last layers."""
+    tensors = dict(run.state_dict or {})
+    for name in find_head_layers(run):
         shape = tensors[f"{name}.weight"].shape
         tensors |= {f"{name}.weight": probe.weight.reshape(shape), f"{name}.bias": probe.bias}
     return tensors

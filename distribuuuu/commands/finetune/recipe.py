@@ -61,8 +61,8 @@ def find_kind(model: nn.Module) -> Kind:
 
 
 def build_recipe(model: nn.Module, num_images: int, epochs: int, has_lora: bool = False) -> dict[str, Any]:
-    """Return the options of a fine-tuning of a backbone for a number of training images and of epochs."""
-    kind = find_kind(model)
+    """Return the options of a fine-tuning for a number of training images and of epochs, 0: not known yet."""
+    kind, epochs = find_kind(model), epochs or MAX_EPOCHS
     frozen = list(_lower_layers(model, kind.frozen)) if num_images < MANY_IMAGES else []
     norms = [name for name, layer in model.named_modules() if isinstance(layer, _NormBase)]
     frozen += [name for name in norms if not any(is_match(name, lower) for lower in frozen)]

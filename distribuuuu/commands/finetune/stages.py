@@ -13,6 +13,7 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -36,7 +37,7 @@ from distribuuuu.config.json_file import load_json
 from distribuuuu.config.model_names import PUBLISHED
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.run_files import DECISIONS
-from distribuuuu.data.batch_plan import plan_of
+from distribuuuu.data.batch_plan import check_num_images, plan_of
 from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.data.decode import build_decode_options
 from distribuuuu.engine.build import check_warmup, make_out_dir
@@ -160,11 +161,17 @@ class Candidate(NamedTuple):
     facts: dict[str, Any] = {}
     features: tuple[Any, ...] = ()
 
+    def given_epochs(self, default: int = 0) -> int:
+        """Return OPTIM.MAX_EPOCH of the user."""
+        return int(dict(zip(self.own[::2], self.own[1::2], strict=True)).get("OPTIM.MAX_EPOCH", default))
+
     def read_training(self, out: Path, head: Path, num_images: int, epochs: int) -> Config:
         """Return the config of a training from a head for a number of images and of epochs."""
         cfg = self.backbone.cfg
-        recipe = build_recipe(self.backbone.model, num_images, epochs, bool(cfg.FINETUNE.LORA))
+        recipe = build_recipe(self.backbone.model, num_images, epochs or self.given_epochs(), bool(cfg.FINETUNE.LORA))
         recipe |= {"FINETUNE.HEAD": str(head), "OUT_DIR": str(out / TRAINING)}
+        if (cfg.DATA.CHANNELS, cfg.DATA.PIXELS) != (3, "uint8"):
+            del recipe["AUG.POLICY"]
         own = resolve_cfg(load_cfg(None, [*self.words, *as_words(recipe), *self.own]))
         return changed(own, {"DATA.MEAN": cfg.DATA.MEAN, "DATA.STD": cfg.DATA.STD})
 
@@ -201,7 +208,7 @@ def probe_backbone(
     candidate = Candidate(words + as_words(views["options"]), own, run)
     training = candidate.read_training(flags.out, Path(), num_train, 0)  # options that contradict each other: now
     check_warmup(training)
-    plan_of(training, flags.nproc)
+    check_num_images(training, plan_of(training, flags.nproc), num_train)
     own_parts = {part: parts[part] for part in PARTS} | ({"mirrored": parts["train"]} if views["mirrored"] else {})
     files = [str(images.folder / images.names[index]) for part in own_parts.values() for index in part]
     out = flags.out / f"features_{list(decisions.content).index(f'backbone {name}: views')}"
@@ -227,7 +234,7 @@ def finish(flags: Namespace, decisions: Decisions, best: Candidate, sizes: dict[
     right = facts["correct"]["probe"]["val"]
     probe, scaled = (set_head(run, head) for head in (best.probe, best.probe.scaled()))
     head = write_probe(out, best.probe.scaled(), run)
-    cfg = best.read_training(out, head, sizes["train"], 1)
+    cfg = best.read_training(out, head, sizes["train"], 0)
     if "choice" not in decisions.content:
         write_model(cfg, out, probe, run.classes, facts, best.probe.calibration)
         share = f"{100 * right / sizes['val']:.1f} %, 95 % interval {interval(right, sizes['val'])}"
@@ -243,7 +250,7 @@ def finish(flags: Namespace, decisions: Decisions, best: Candidate, sizes: dict[
         tuned = read_tuned(cfg, scaled)
     choice = decisions.once("choice", lambda: compare(cfg, scaled, tuned) if epochs else choice)
     tensors, calibration = probe, best.probe.calibration
-    if choice["share"]:
+    if epochs:
         tensors = interpolate(scaled, tuned, choice["share"])
         calibration = Calibration(**choice["calibration"])
     final = write_model(cfg, out, tensors, run.classes, {**facts, **choice}, calibration)
@@ -258,16 +265,16 @@ def plan_training(
 
     Of the time so far, what is stored counts, not that of this process: a stop changes no number of epochs.
     """
-    given = dict(zip(best.own[::2], best.own[1::2], strict=True)).get("OPTIM.MAX_EPOCH")
-    if flags.probe_only or given:
-        return {"epochs": 0 if flags.probe_only else int(given or 0)}
+    if flags.probe_only or (given := best.given_epochs(-1)) >= 0:
+        return {"epochs": 0 if flags.probe_only else given}
     stored_s = sum(entry.get("seconds", 0.0) for entry in decisions.content.values())
     left_s = 60 * flags.minutes - _OTHER_S - stored_s
     epoch_s, evaluation_s = (sizes[part] * best.facts["image_s"] for part in ("train", "val"))
     takes = "takes more than"  # the features, as it also trains
     share = 1 / flags.nproc if torch.cuda.is_available() else 1.0  # one process uses all cores of a CPU
     if choose_epochs(left_s, epoch_s * share, evaluation_s):
-        found, takes = in_fresh_process(measure_epoch, cfg), "takes"
+        with patch.dict(vars(sys.modules["__main__"]), {"__file__": None, "__spec__": None}):  # no script runs again
+            found, takes = in_fresh_process(measure_epoch, cfg), "takes"
         if isinstance(found, str):
             raise ConfigError(f"--minutes: out of memory in a step: {found}; fix: TRAIN.BATCH_SIZE 8, another --out")
         epoch_s = found

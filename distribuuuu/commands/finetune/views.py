@@ -35,7 +35,8 @@ def choose_views(
         num_train, num: training images, which may be mirrored, and all images.
         minutes: the time for all of the fine-tuning.
     """
-    mode = find_fast_mode(replace(run, cfg=changed(run.cfg, AUTO_MODE)))
+    open_mode = {key: value for key, value in AUTO_MODE.items() if key not in own}
+    mode = find_fast_mode(replace(run, cfg=changed(run.cfg, open_mode)))
     side, resized = run.cfg.TRAIN.IM_SIZE, run.cfg.TEST.IM_SIZE
     is_given = run.cfg.TEST.CROP_SIZE or any(key.startswith(("TEST.IM_SIZE", "TEST.CROP")) for key in own)
     sizes, scale = dict[str, int](), 1.0
@@ -50,7 +51,7 @@ def choose_views(
     most_s = _FEATURES_SHARE * 60 * minutes
     place = next((place for place, needed in enumerate(seconds) if needed <= most_s), -1)
     sizes, factor, mirrored = choices[place]
-    options = {key: mode[key] for key in AUTO_MODE if key not in own} | sizes
+    options = {key: mode[key] for key in open_mode} | sizes
     return {"options": options, "mirrored": mirrored, "speedup": mode["speedup"], "image_s": factor * mode["image_s"],
             "seconds": _LOADING * seconds[place]}  # fmt: skip
 

@@ -18,15 +18,8 @@ import numpy as np
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.archive_members import (
-    ArchiveError,
-    ArchiveSource,
-    Member,
-    inflate,
-    member_error,
-    read_member,
-    walk_archive,
-)
+from distribuuuu.data.datasets import archive_members
+from distribuuuu.data.datasets.archive_members import ArchiveError, ArchiveSource, Member, member_error, read_member
 from distribuuuu.data.datasets.array_file import Content, find_stamp, pack_names, stamp_of
 from distribuuuu.data.datasets.base import ImageDataset, image_extensions
 from distribuuuu.data.datasets.index import Index, IndexedImages, open_index
@@ -65,7 +58,7 @@ class Archive(IndexedImages):
         return read_member(self.index, self.place(index)) if self.index.is_archive else super().read(index)
 
 
-def open_archives(source: ArchiveSource, cache: Path, walk: Walk = walk_archive) -> Index:
+def open_archives(source: ArchiveSource, cache: Path, walk: Walk = archive_members.walk_archive) -> Index:
     """Return the index of archives, see `open_index`; raises ArchiveError if one is missing or cannot be used."""
     root = os.path.dirname(source.paths[0])
     names = [os.path.relpath(path, root) for path in source.paths]
@@ -129,7 +122,7 @@ def _expand(key: str, pattern: str) -> tuple[str, ...]:
 # -------------------------------------------------------------------------------------------- content
 
 
-def scan_archives(source: ArchiveSource, names: Sequence[str], walk: Walk = walk_archive) -> Content:
+def scan_archives(source: ArchiveSource, names: Sequence[str], walk: Walk = archive_members.walk_archive) -> Content:
     """Return the content of an index; each archive is read once, in the order of its bytes.
 
     Images in class folders are ordered by class, then path of the folder, then name, as those of a folder; those of
@@ -200,7 +193,7 @@ class _Found:
         with contextlib.suppress(ValueError):  # an image without a label is an error, another file is not
             if not member.fault and max(member.size, member.packed) <= MAX_LABEL:
                 data = os.pread(file.fileno(), member.packed or member.size, member.offset)
-                label = _read_label(inflate(data, member.size) if member.packed else data)
+                label = _read_label(archive_members.inflate(data, member.size) if member.packed else data)
         self._labels[key] = label
 
     def to_arrays(self) -> tuple[dict[str, np.ndarray], list[str]]:
