@@ -151,8 +151,8 @@ def build_training(
     # The tensors that checkpoints leave out come from where they came from at the first start.
     leaves_out = type(task).unsaved_tensors is not Task.unsaved_tensors or cfg.FINETUNE.LORA
     is_pretrained = latest is None or bool(leaves_out)
-    # What is drawn again is drawn with the seed of the first start.
-    seed = read_checkpoint(latest, to_resume=True)["seed"] if latest and leaves_out else cfg.RNG_SEED
+    is_drawn = latest and leaves_out and cfg.RNG_SEED is None  # again, by the seed of the first start
+    seed = read_checkpoint(latest, to_resume=True).get("seed") if latest and is_drawn else cfg.RNG_SEED
     state = task.state = build_state(cfg, task, loader, precision, is_pretrained, seed)
     state.data = data or {}
     content = resume_or_load_weights(cfg, state, latest)

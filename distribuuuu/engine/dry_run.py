@@ -57,7 +57,7 @@ def dry_run_training(
             model.eval()
             sum_output(model(images[:1])).backward()  # adds to the gradients of training
             unused = _without_gradient(model)
-    if lost := [name for name in unused if ".lora_" in name]:
+    if cfg.FINETUNE.LORA and (lost := [name for name in unused if ".lora_" in name]):
         message = f"{cfg.MODEL.ARCH} reads the weight of a layer without a call: {lost[0]}; fix: leave this layer out"
         raise ConfigError(Problem("FINETUNE.LORA.targets", message, cfg.origins))
     if unused:

@@ -121,7 +121,7 @@ def _open_export(weights: Path, cfg: Config | None, overrides: Sequence[str]) ->
         entries = parse_json(read_regular(path, MAX_JSON)).get("distribuuuu")
     if entries is None:
         entries = _entries_of(f"local-dir:{folder}")
-        if not entries["has_classifier"]:
+        if not entries["has_classifier"] and cfg is None:
             return _open_published(f"local-dir:{folder}", overrides)
     with untrusted(path, "config of a model"):
         content = {"weights": RAW, **entries, "state_dict": read_checkpoint(weights)["state_dict"]}

@@ -181,7 +181,7 @@ class Mirror:
                 self._stored.discard(entry)
         if any(map(is_checkpoint, wanted)) and not any(map(is_checkpoint, restored)):
             raise MirrorError(f"{self.log.url}: all checkpoints are damaged; fix: set another OUT_DIR")
-        if not with_checkpoints:
+        if not with_checkpoints and len(restored) == len(wanted):
             seen.write_text(now)
 
     def list_files(self) -> list[str]:

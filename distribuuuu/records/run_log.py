@@ -21,15 +21,8 @@ from distribuuuu.config import ConfigError, run_files
 from distribuuuu.distributed import comm as dist
 from distribuuuu.files.atomic_file import open_for_writing
 from distribuuuu.files.untrusted import printable
-from distribuuuu.records.metric_writers import (
-    RecordFile,
-    drop_records_after,
-    format_decimal,
-    format_duration,
-    format_lr,
-    format_result,
-    format_speed,
-)
+from distribuuuu.records import metric_writers
+from distribuuuu.records.metric_writers import RecordFile, format_decimal, format_duration, format_lr, format_speed
 
 logger = logging.getLogger("distribuuuu")
 
@@ -193,7 +186,7 @@ class Log:
         if not dist.is_main():
             return
         path = Path(self.out_dir) / run_files.METRICS
-        drop_records_after(path, epoch, step)
+        metric_writers.drop_records_after(path, epoch, step)
         self._records = RecordFile(path)
         for writer in self.writers:
             writer.rewind(self._first_position)
@@ -300,7 +293,7 @@ class Log:
             logged = self._scalars.pop(epoch, {})
             entries = {**logged, **metrics, f"best_{selecting}": best.value, "seconds": seconds}
             self._write(kind, epoch, self._end, entries)
-            values = format_result(metrics, self.eval_metrics, decimals=2)
+            values = metric_writers.format_result(metrics, self.eval_metrics, decimals=2)
             logger.info("validation, epoch %d%s: %s", epoch + 1, suffix, values)
             self._evaluation = f"val {values.split(' ')[-1 if selecting == 'loss' else 1]}"
             best_texts.append(f"{suffix[2:]} {best.describe(selecting)}".lstrip())

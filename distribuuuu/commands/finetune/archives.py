@@ -63,7 +63,7 @@ def unpack(source: Path, out: Path, words: Sequence[str] = ()) -> Path:
 
 def _find_files(source: Path) -> list[Path]:
     """Return the source itself, or the files of a folder without images and tables, as far as they hold images."""
-    names = () if holds_images(source, depth=3) or find_tables(source) else ("", "data", *SPLIT_NAMES)
+    names = () if holds_images(source, depth=4) or find_tables(source) else ("", "data", *SPLIT_NAMES)
     # Without those that macOS writes beside the files.
     found = [source] if source.is_file() else [path for name in names for path in sorted((source / name).glob("[!.]*"))]
     return [path for path in found if path.name.lower().endswith(ARCHIVES + PARQUET) and path.is_file()]

@@ -70,8 +70,10 @@ def find_fitting(path: str, content: Mapping[str, Any]) -> list[str]:
 def backbone_options(backbone: Backbone) -> dict[str, Any]:
     """Return the options of a training that starts with a backbone."""
     images = {"DATA.CHANNELS": 3, "DATA.PIXELS": "uint8"}
+    is_other = any(backbone.options.get(key, value) != value for key, value in images.items())
     own = {key: value for key, value in backbone.options.items()
-           if key.startswith("MODEL.KWARGS.") or images.get(key, value) != value}  # fmt: skip
+           if key.startswith("MODEL.KWARGS.") or images.get(key, value) != value
+           or (is_other and value and key in ("DATA.MEAN", "DATA.STD"))}  # fmt: skip
     return {**own, **({"MODEL.ARCH": backbone.arch} if backbone.arch else {}), "FINETUNE.WEIGHTS": backbone.name}
 
 

@@ -45,12 +45,13 @@ def list_sources(source: Path, words: Sequence[str]) -> tuple[Images, dict[str, 
         given, names = source, find_splits(list_classes(source), source)
         every, num_folders = find_tables(source), sum(holds_images(source / name) for name in list_classes(source))
         tables = [name for name in every if Path(name).stem.lower() in SPLIT_NAMES]
-        if names and (list_classes(source / names[0]) or not every):
+        if names and (list_classes(source / names[0]) or not tables and len(every) != 1):
             found = {name: list_images(source / name) for name in names}
         elif tables:
             endings = [*image_files.TABLE_ENDINGS]  # of two tables of a split, the first of these counts
             tables.sort(key=lambda name: -endings.index(Path(name).suffix.lower()))
-            found = {Path(name).stem: splitting.list_table_images(source / name, words) for name in tables}
+            chosen = {Path(name).stem: name for name in tables}
+            found = {split: splitting.list_table_images(source / name, words) for split, name in chosen.items()}
         elif len(every) == 1 and (words or names or num_folders < 2):
             found = splitting.list_table_splits(source / every[0], words)
         else:

@@ -273,7 +273,7 @@ def plan_training(
     takes = "takes more than"  # the features, as it also trains
     share = 1 / flags.nproc if torch.cuda.is_available() else 1.0  # one process uses all cores of a CPU
     if choose_epochs(left_s, epoch_s * share, evaluation_s):
-        with patch.dict(vars(sys.modules["__main__"]), {"__file__": None, "__spec__": None}):  # no script runs again
+        with patch.multiple(sys.modules["__main__"], create=True, __file__=None, __spec__=None):  # no script runs again
             found, takes = in_fresh_process(measure_epoch, cfg), "takes"
         if isinstance(found, str):
             raise ConfigError(f"--minutes: out of memory in a step: {found}; fix: TRAIN.BATCH_SIZE 8, another --out")

@@ -61,8 +61,8 @@ def draw_attention(run: LoadedRun, crop: Tensor, pixels: np.ndarray, target: int
     except ImportError as error:
         raise ConfigError("captum is not installed; fix: pip install 'distribuuuu[explain]'") from error
     images = crop[None].to(run.device)
-    calls, out = call_layers(run.model, images, [layer for layer in run.model.modules() if not any(layer.children())])
-    if int(out.argmax()) != target:
+    calls, _ = call_layers(run.model, images, [layer for layer in run.model.modules() if not any(layer.children())])
+    if int(run.compute_scores(images).argmax()) != target:
         raise ConfigError("the best weights answer otherwise; fix: distribuuuu test RUN")
     layers = [layer for layer, output in calls[-_MAX_HEAD:] if isinstance(output, Tensor) and output.ndim == 4
               and min(output.shape[2:]) > 1 and output.shape[1] >= output.shape[3]]  # fmt: skip

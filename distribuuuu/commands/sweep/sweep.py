@@ -157,6 +157,7 @@ def parse_space(words: Sequence[str]) -> tuple[list[str], dict[str, Any], list[P
                 raise ValueError(f"it cannot be swept: {OPTIONS[key].not_swept}")
             space[key] = parse_values(text)
             if not is_list(space[key]) and key in OPTIONS and OPTIONS[key].kind is int:
+                del space[key]
                 raise ValueError("whole numbers have no range; expected a list a,b,c")
         except ValueError as error:
             problems.append(Problem(key, f"got {text!r}; {error}"))
