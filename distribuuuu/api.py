@@ -252,7 +252,8 @@ def _find_config(run: Any) -> tuple[str | Config, list[str]]:
 
         files = locate_run(path)
         if not (files.is_export or files.is_published):
-            return files.config, ["OUT_DIR", str(files.folder), "MODEL.WEIGHTS", str(files.weights)]
+            best = ("OUT_DIR", str(files.folder), "MODEL.WEIGHTS", str(files.weights))
+            return files.config, [*best, "MODEL.PRETRAINED", "False"]
         from distribuuuu.inference.load_run import find_run
 
         run = find_run(path)

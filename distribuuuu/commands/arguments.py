@@ -65,8 +65,9 @@ def parse_args(
 
             source = find_run(run, None, overrides[4:]).cfg
     cfg, found = read_cfg(source, overrides)
-    if isinstance(source, FoundConfig) and cfg.origins.get("MODEL.WEIGHTS") != COMMAND_LINE:
-        cfg = changed(cfg, {"MODEL.WEIGHTS": None})  # they initialized the run; its best weights are to be evaluated
+    if isinstance(source, FoundConfig):  # what initialized the run; its best weights are to be evaluated
+        initial = {"MODEL.WEIGHTS": None, "MODEL.PRETRAINED": False}
+        cfg = changed(cfg, {key: initial[key] for key in initial if cfg.origins.get(key) != COMMAND_LINE})
     problems += found
     if not prints:
         problems += find_run_problems(cfg, train, flags.nproc, set_keys_only=bool(problems))

@@ -95,7 +95,7 @@ _C.TRAIN.ON_NAN = Option("stop", removed="after a stop, run the command again wi
 _C.TRAIN.MAX_ROLLBACKS = Option(3, removed="see TRAIN.ON_NAN")
 # Epochs between two evaluations; the last epoch is always evaluated.
 _C.TRAIN.EVAL_PERIOD = Option(1, least=1)
-# Evaluated epochs without a better first metric after which the run ends; 0: never. Of little use with cos.
+# Epochs without a better first metric after which an evaluation ends the run; 0: never. Of little use with cos.
 _C.TRAIN.PATIENCE = Option(0, least=0, not_swept="the trials need the same epochs; --asha stops trials early")
 # The k of top-k accuracy; limited to the number of classes.
 _C.TRAIN.TOPK = Option(5, least=1, not_swept=_SAME_METRIC)

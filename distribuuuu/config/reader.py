@@ -199,7 +199,8 @@ def _walk_yaml(node: yaml.MappingNode, prefix: str, path: str, problems: list[Pr
         key, origin = f"{prefix}{key_node.value}", f"{path}:{key_node.start_mark.line + 1}"
         if key in OPEN_SECTIONS and isinstance(value_node, yaml.MappingNode) and not value_node.value:
             yield key, Config(), origin  # {} empties the section
-        elif isinstance(value_node, yaml.MappingNode) and not prefix.startswith(OPEN_SECTIONS):
+        elif (isinstance(value_node, yaml.MappingNode) and not prefix.startswith(OPEN_SECTIONS)
+              and (key not in OPTIONS or key in OPEN_SECTIONS)):  # fmt: skip
             yield from _walk_yaml(value_node, f"{key}.", path, problems)
         elif key in _SECTIONS and value_node.tag == "tag:yaml.org,2002:null":
             continue  # an empty section

@@ -32,7 +32,7 @@ from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sharding import build_parallelize_fn
 from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
 from distribuuuu.engine.resume import check_task_state, restore_task, resume_or_load_weights
-from distribuuuu.engine.run import Run, Training
+from distribuuuu.engine.run import Run, Training, is_finished
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.engine.state import TrainState
@@ -185,7 +185,7 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     training = build_training(cfg, train_loader, val_loader.zero_images(1), latest, data)
     check_finite_weights(training.state)
     describe_training(cfg, training.state, train_loader, val_loader)
-    if dist.is_main():
+    if dist.is_main() and not (latest and is_finished(cfg, training.state)):  # whose files stay
         prepare_out_dir(cfg, checkpoints, latest, training.state.models)
     log = open_log(cfg, training.task, training.state, train_loader)
     stop = StopRequest(cfg.CHECKPOINT.MAX_HOURS)
@@ -213,7 +213,7 @@ def check_finite_weights(state: TrainState) -> None:
 def check_warmup(cfg) -> None:
     """Raise ConfigError if a new run would end before its warm-up; a run that is resumed keeps its schedule."""
     optim = cfg.OPTIM
-    follows = optim.LR_POLICY in ("tri", "cos_after_warmup")  # the policy begins after the warm-up
+    follows = optim.LR_UPDATE == "epoch" and optim.LR_POLICY in ("tri", "cos_after_warmup")  # an epoch later
     if 0 < optim.MAX_EPOCH < optim.WARMUP_EPOCHS + follows:
         limit = f"OPTIM.MAX_EPOCH {optim.MAX_EPOCH}{f' - 1 with {optim.LR_POLICY}' if follows else ''}"
         message = f"got {optim.WARMUP_EPOCHS:g}; expected at most {limit}, to reach OPTIM.BASE_LR; fix: set it to 0"
@@ -366,12 +366,12 @@ def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None, ki
     for kind, path in list_bests(cfg.OUT_DIR).items() if latest else ():
         if kind not in kinds:  # of an earlier part of the run, which readers would take
             os.replace(path, checkpoints.folder / path.name)
-    if latest is None and not cfg.TRAIN.AUTO_RESUME:
+    if latest is None:
         from distribuuuu.checkpoint.archive import archive_run
 
         names = [path.name for path in Path(cfg.OUT_DIR).glob(f"{Path(PREDICTIONS).stem}*.npz")]
         if archive := archive_run(checkpoints, (cfg.CFG_DEST, METRICS, RESULTS, *names, TRACKERS_FOLDER)):
-            text = "TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s"
+            text = "a new run begins: checkpoints, best weights and config of the previous one were moved to %s"
             logger.info(text, archive)
     write_config(cfg)
 

@@ -111,7 +111,9 @@ class Plan:
             problems.append(Problem("launcher", f"got {launch}; expected one process; fix: start the sweep without it"))
         if problems:
             raise ConfigError(problems)
-        self.flags, self.out_dir, self.options, first = flags, Path(out_dir), to_words(options), cfgs[0]
+        pairs = zip(fixed[::2], fixed[1::2], strict=False)  # in their order: `{}` empties a section
+        self.options = [word for pair in pairs if pair[0] != "OUT_DIR" for word in pair]
+        self.flags, self.out_dir, first = flags, Path(out_dir), cfgs[0]
         self.num_trials, self.epochs, seed = flags.trials or len(self.grid), first.OPTIM.MAX_EPOCH, first.RNG_SEED or 0
         self.seeds = range(seed, seed + flags.seeds)  # of the runs of a trial; the first one is that of the search
         # Epochs after which a trial may be paused.
