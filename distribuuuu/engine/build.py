@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +185,8 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     training = build_training(cfg, train_loader, val_loader.zero_images(1), latest, data)
     check_finite_weights(training.state)
     describe_training(cfg, training.state, train_loader, val_loader)
-    if dist.is_main() and not (latest and is_finished(cfg, training.state)):  # whose files stay
-        prepare_out_dir(cfg, checkpoints, latest, training.state.models)
+    if dist.is_main():
+        prepare_out_dir(cfg, checkpoints, latest, training.state)
     log = open_log(cfg, training.task, training.state, train_loader)
     stop = StopRequest(cfg.CHECKPOINT.MAX_HOURS)
     results = RunResults(training, val_loader.images, _hash_weights)
@@ -356,15 +356,17 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
     return model
 
 
-def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None, kinds: Collection[str]) -> None:
+def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None, state: TrainState) -> None:
     """Archive the files of the previous run if this one does not resume it, and write the config; on the main process.
 
     It is called once the run is certain to start. Before that, the previous run in OUT_DIR is not changed.
     """
     for folder in (checkpoints.folder.parent, checkpoints.folder):
         remove_temporary_files(folder)  # of a killed run: this one holds the lock
+    if latest and is_finished(cfg, state):  # its files stay as they are
+        return
     for kind, path in list_bests(cfg.OUT_DIR).items() if latest else ():
-        if kind not in kinds:  # of an earlier part of the run, which readers would take
+        if kind not in state.models:  # of an earlier part of the run, which readers would take
             os.replace(path, checkpoints.folder / path.name)
     if latest is None:
         from distribuuuu.checkpoint.archive import archive_run

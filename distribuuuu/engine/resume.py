@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.io import (
-    WEIGHTS_ONLY,
-    CheckpointError,
-    check_resumable,
-    find_class_mismatch,
-    load_state_dict,
-    read_checkpoint,
-)
+from distribuuuu.checkpoint import io as checkpoint_io
+from distribuuuu.checkpoint.io import WEIGHTS_ONLY, CheckpointError, find_class_mismatch, load_state_dict
 from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted
@@ -40,7 +34,7 @@ def resume_or_load_weights(cfg: Config, state: TrainState, latest: Path | None) 
     if not (latest or cfg.MODEL.WEIGHTS):
         return {}
     path = latest or find_weights_file(cfg.MODEL.WEIGHTS)
-    content = read_checkpoint(path, to_resume=latest is not None)
+    content = checkpoint_io.read_checkpoint(path, to_resume=latest is not None)
     if not latest and not (cfg.TRAIN.LOAD_OPT and "optimizer" in content):
         try:
             for model in state.models.values():
@@ -76,7 +70,7 @@ def restore_state(state: TrainState, content: dict[str, Any], path: str | os.Pat
     Raises:
         CheckpointError: it is incomplete or damaged, or does not match the model, the optimizer or the classes.
     """
-    check_resumable(content, path)
+    checkpoint_io.check_resumable(content, path)
     if mismatch := find_class_mismatch(content, state.classes):
         raise CheckpointError(f"{path}: was trained on other classes: {mismatch}; {WEIGHTS_ONLY}")
     try:
