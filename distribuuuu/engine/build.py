@@ -368,7 +368,7 @@ def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None, st
     for kind, path in list_bests(cfg.OUT_DIR).items() if latest else ():
         if kind not in state.models:  # of an earlier part of the run, which readers would take
             os.replace(path, checkpoints.folder / path.name)
-    if latest is None:
+    if latest is None and (list_bests(cfg.OUT_DIR) or not cfg.TRAIN.AUTO_RESUME):
         from distribuuuu.checkpoint.archive import archive_run
 
         names = [path.name for path in Path(cfg.OUT_DIR).glob(f"{Path(PREDICTIONS).stem}*.npz")]
