@@ -226,8 +226,7 @@ def build_state(
     """Return the state before the first step; with published weights or FINETUNE.WEIGHTS if `pretrained`."""
     seed = dist.broadcast_object(secrets.randbits(31)) if seed is None else seed
     seed_cpu(derive_seed(seed))
-    model = build_initial_model(cfg, loader.images.classes, pretrained)
-    model = task.adapt_model(model)
+    model = task.adapt_model(build_initial_model(cfg, loader.images.classes, pretrained))
     if cfg.DIST.SHARD == "fsdp":
         importlib.import_module("distribuuuu.checkpoint.unsaved").check_whole_weights(task, Task)
     if cfg.MODEL.SYNCBN:
@@ -251,8 +250,7 @@ def build_state(
     for average in averages.values():
         parallelize(average.model)
         average.pair_with(model)
-    regroup = lambda groups: task.param_groups(model, groups)  # noqa: E731
-    optimizer = build_optimizer(cfg, model, loader.plan.global_batch, regroup)
+    optimizer = build_optimizer(cfg, model, loader.plan.global_batch, lambda groups: task.param_groups(model, groups))
     best_metric, higher_is_better = task.primary_metric
     mean, std = (tuple(values) for values in statistics_of(cfg, loader.images))
     return TrainState(

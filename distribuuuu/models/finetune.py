@@ -9,15 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from distribuuuu.checkpoint import io as checkpoint_io
 from distribuuuu.checkpoint.foreign_files import OrderError, Tensors, match_in_order, strip_wrappers
-from distribuuuu.checkpoint.io import (
-    AVERAGE,
-    CheckpointError,
-    find_class_mismatch,
-    is_state_dict,
-    load_state_dict,
-    read_checkpoint,
-)
+from distribuuuu.checkpoint.io import AVERAGE, CheckpointError, find_class_mismatch, load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.weights_files import EMA, find_weights_file, tensors_key
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted, first_few
@@ -91,7 +85,7 @@ def load_weights(
             check_published_head(cfg.MODEL.ARCH if weights == PUBLISHED else weights, classes)
         path, content = _read_named(cfg, weights)
         averages = filter(None, map(content.get, AVERAGES))
-        average = next((tensors for tensors in averages if is_state_dict(tensors)), None)
+        average = next((tensors for tensors in averages if checkpoint_io.is_state_dict(tensors)), None)
         tensors = average or content["state_dict"]
         if needs_head and is_file:
             load_state_dict(model, tensors, path)

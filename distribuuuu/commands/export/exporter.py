@@ -84,11 +84,7 @@ def export_run(
     check_format(run, to)
     target, file = Path(out).expanduser(), FILES[to]
     threshold = None if precision is None else run.find_threshold(precision)
-    try:
-        images = open_images(run.cfg, train=False) if files is None else UnlabeledImages(files)
-    except ConfigError as error:
-        fix = "set TEST.DATASET FOLDER, or check it on other images by --images FOLDER, or add --no-check"
-        raise ConfigError([*error.problems, f"the check of an export needs the evaluation set; fix: {fix}"]) from error
+    images = _open_check_images(run) if files is None else UnlabeledImages(files)
     run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
     if name := find_nonfinite({run.weights: run.model.state_dict()}):
         raise ConfigError(f"RUN: {run.source}: {name} is not finite; fix: name another checkpoint")
@@ -150,6 +146,14 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------- formats
+
+
+def _open_check_images(run: LoadedRun) -> Any:
+    try:
+        return open_images(run.cfg, train=False)
+    except ConfigError as error:
+        fix = "set TEST.DATASET FOLDER, or check it on other images by --images FOLDER, or add --no-check"
+        raise ConfigError([*error.problems, f"the check of an export needs the evaluation set; fix: {fix}"]) from error
 
 
 def write_safetensors(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:

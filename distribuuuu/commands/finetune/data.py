@@ -4,7 +4,7 @@ import hashlib
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -130,14 +130,7 @@ def divide(
         notes.append(f"--group-by: {len({*chain(*named)})} of the images match, in {counted(len(named), 'group')}")
     if parts:
         parts = {part: [index for index in own if index not in scan.reasons] for part, own in parts.items()}
-        what, kept = "a copy or one of the same group" if pattern else "a copy", set[int]()
-        for part in (part for part in reversed(PARTS) if part in parts):
-            leaked = {index for group in groups if kept & {*group} for index in group} & {*parts[part]}
-            if leaked:
-                found = counted(len(leaked), "training image" if part == TRAIN else "validation image")
-                notes.append(f"{found} with {what} in another split: left out")
-            parts[part] = [index for index in parts[part] if index not in leaked]
-            kept |= {*parts[part]}
+        notes += _leave_out_leaks(parts, groups, "a copy or one of the same group" if pattern else "a copy")
     if not parts.get("val"):
         own, test = parts.get(TRAIN, usable), parts.get("test")
         shares = {TRAIN: 1 - SHARE, "val": SHARE} if test else {TRAIN: 1 - 2 * SHARE, "val": SHARE, "test": SHARE}
@@ -152,6 +145,17 @@ def divide(
         raise ConfigError(f"FOLDER: no image is left for {missing[0]}; {first_few([fix, *broken, *notes], '; ')}")
     side = int(np.median(np.minimum(scan.records["width"], scan.records["height"])[parts[TRAIN]]))
     return parts, notes, broken, side
+
+
+def _leave_out_leaks(parts: dict[str, list[int]], groups: Sequence[Sequence[int]], what: str) -> Iterator[str]:
+    """Remove images of a group that a later part has, too; yield a note for each part that loses some."""
+    kept = set[int]()
+    for part in (part for part in reversed(PARTS) if part in parts):
+        if leaked := {index for group in groups if kept & {*group} for index in group} & {*parts[part]}:
+            found = counted(len(leaked), "training image" if part == TRAIN else "validation image")
+            yield f"{found} with {what} in another split: left out"
+        parts[part] = [index for index in parts[part] if index not in leaked]
+        kept |= {*parts[part]}
 
 
 def _check_counts(images: Images, own: Sequence[int], fewest: int, kind: str, causes: Sequence[str]) -> None:
